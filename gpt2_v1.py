@@ -1,0 +1,112 @@
+"""GPT-2 in NumPy, version 1: recompute everything.
+
+The whole model is here, and the loop that writes text with it. For each new token the loop
+runs all the tokens so far through the model, reads the last row of the logits, appends the
+likeliest token, and throws the rest away. It is the simplest program that is right.
+
+What it costs: after a prompt of P tokens, N new ones push P + (P+1) + ... + (P+N-1) positions
+through the model. For P = 10 and N = 20 that is 390, though only 29 tokens were ever fed in.
+
+Shapes: T positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
+"""
+import math
+
+import numpy as np
+import tqdm
+
+import utils
+
+
+def gelu(x):
+    """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
+    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def softmax(x):
+    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
+
+
+def layer_norm(x, g, b, eps=1e-5):
+    """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
+    x = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(x * x, axis=-1, keepdims=True)
+    return x / np.sqrt(variance + eps) * g + b
+
+
+def linear(x, w, b):
+    """Mix the features of each position; w is [in, out], b is [out]."""
+    return x @ w + b                                             # [T, in] -> [T, out]
+
+
+def ffn(x, c_fc, c_proj):
+    """Work on each position by itself, four times as wide in between."""
+    return linear(gelu(linear(x, **c_fc)), **c_proj)             # [T, E] -> [T, 4E] -> [T, E]
+
+
+def attention(q, k, v, mask):
+    """For each query, average the values, weighted by how well their keys match it."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [H, T, D] -> [H, T, T]
+    return softmax(scores + mask) @ v                            # [H, T, T] -> [H, T, D]
+
+
+def mha(x, c_attn, c_proj, n_head, mask):
+    """Let each position gather from those before it, in n_head ways at once."""
+    T, E = x.shape
+    qkv = linear(x, **c_attn).reshape(T, 3, n_head, E // n_head)  # [T, E] -> [T, 3, H, D]
+    q, k, v = qkv.transpose(1, 2, 0, 3)                          # 3 x [H, T, D]
+    x = attention(q, k, v, mask)
+    x = x.transpose(1, 0, 2).reshape(T, E)                       # [H, T, D] -> [T, E]
+    return linear(x, **c_proj)
+
+
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
+    """Communicate, then compute; each adds to x, and no shape changes."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask)
+    return x + ffn(layer_norm(x, **ln_2), **mlp)
+
+
+def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
+    """Score every token of the vocabulary as the next one, after each position.
+
+    Takes token ids [T]. Returns logits [T, V], float32, or those of the last logits_to_keep
+    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners".
+    """
+    T = len(inputs)
+    mask = (1 - np.tri(T, dtype=np.float32)) * -1e10             # [T, T], 0 where key <= query
+    x = wte[inputs] + wpe[:T]                                    # [T] -> [T, E]
+    for block in blocks:
+        x = transformer_block(x, **block, n_head=n_head, mask=mask)
+    x = layer_norm(x[-logits_to_keep:], **ln_f)                  # -0 keeps all T
+    return x @ wte.T                                             # [T, E] -> [T, V]
+
+
+def generate(inputs, params, n_head, n_tokens_to_generate):
+    """Continue token ids greedily: always with the likeliest next token.
+
+    Takes token ids [T]. Returns the new ids alone, [n_tokens_to_generate].
+    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    """
+    T, n_ctx = len(inputs), len(params["wpe"])
+    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
+                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+    ids = np.array(inputs)                                       # [T]
+    for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
+        logits = gpt2(ids, **params, n_head=n_head, logits_to_keep=1)
+        next_id = np.argmax(logits[-1])                          # [1, V] -> []
+        ids = np.append(ids, next_id)                            # [T] -> [T + 1]
+    return ids[T:]
+
+
+def main():
+    with utils.command_line(__doc__, max_prompts=1) as job:
+        new_ids = generate(*job.prompts, job.params, job.n_head, job.n_tokens_to_generate)
+        job.print([new_ids])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""GPT-2 in NumPy, version 3: a KV cache, so that the past is not recomputed.
+
+No position looks ahead, so what a layer computed for it stays true when more tokens follow. All
+that they read of it is its key and its value, and each layer keeps those. Generation gets two
+stages: prefill runs the prompt in one pass, decode one new token a pass, against the cache.
+
+What it saves: for 20 tokens after 10, 29 positions go through the model instead of 390. What it
+costs: memory, 2 * n_layer * B * S * E floats, all of it copied for each token by np.concatenate.
+
+Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
+"""
+import math
+
+import numpy as np
+import tqdm
+
+import utils
+
+
+def gelu(x):
+    """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
+    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def softmax(x):
+    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
+
+
+def layer_norm(x, g, b, eps=1e-5):
+    """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
+    x = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(x * x, axis=-1, keepdims=True)
+    return x / np.sqrt(variance + eps) * g + b
+
+
+def linear(x, w, b):
+    """Mix the features of each position; w is [in, out], b is [out]."""
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one product
+    return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
+
+
+def ffn(x, c_fc, c_proj):
+    """Work on each position by itself, four times as wide in between."""
+    return linear(gelu(linear(x, **c_fc)), **c_proj)             # [B, T, E] -> [B, T, E]
+
+
+def attention(q, k, v, mask):
+    """For each query, average the values, weighted by how well their keys match it."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, S]
+    return softmax(scores + mask) @ v                            # [B, H, T, S] -> [B, H, T, D]
+
+
+def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None):
+    """Let each position gather from those before it, in n_head ways at once."""
+    B, T, E = x.shape
+    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, 3, H, D]
+    q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
+    if layer_cache is not None:
+        if layer_cache["k"] is not None:
+            k = np.concatenate([layer_cache["k"], k], axis=2)    # [B, H, T, D] -> [B, H, S, D]
+            v = np.concatenate([layer_cache["v"], v], axis=2)    # [B, H, T, D] -> [B, H, S, D]
+        layer_cache["k"], layer_cache["v"] = k, v
+    x = attention(q, k, v, mask)
+    x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
+    return linear(x, **c_proj)
+
+
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None):
+    """Communicate, then compute; each adds to x, and no shape changes."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, layer_cache=layer_cache)
+    return x + ffn(layer_norm(x, **ln_2), **mlp)
+
+
+def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
+    """Score every token of the vocabulary as the next one, after each position.
+
+    input_ids and pos_ids are [B, T]; mask broadcasts to [B, H, T, S], 0 where a query may look
+    and -1e10 elsewhere; kv_caches holds a {"k", "v"} for each layer, which this pass extends.
+    Returns logits [B, T, V], float32, or those of the last logits_to_keep
+    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners".
+    """
+    x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
+    for block, layer_cache in zip(blocks, kv_caches):
+        x = transformer_block(x, **block, n_head=n_head, mask=mask, layer_cache=layer_cache)
+    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # -0 keeps all T
+    return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
+
+
+def pad_batch(prompts):
+    """Lists of token ids -> input_ids [B, T] int64, attention_mask [B, T] float32.
+
+    Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
+    """
+    if not prompts or min(map(len, prompts)) == 0:
+        raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
+    T = max(map(len, prompts))
+    input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
+    attention_mask = [[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return np.array(input_ids, dtype=np.int64), np.array(attention_mask, dtype=np.float32)
+
+
+def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
+    """Continue token ids greedily: always with the likeliest next token.
+
+    Takes what pad_batch returns. Returns the new ids alone, [B, n_tokens_to_generate].
+    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    """
+    T, n_ctx = input_ids.shape[1], len(params["wpe"])
+    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
+                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+    kv_caches = [{"k": None, "v": None} for _ in params["blocks"]]
+
+    # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
+    causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
+    padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
+    mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
+    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
+    logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
+    new_ids = [np.argmax(logits, axis=-1)]                       # [B, 1, V] -> [B, 1]
+
+    # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
+    # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
+    pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
+    for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
+                       total=n_tokens_to_generate):
+        attention_mask = np.pad(attention_mask, [(0, 0), (0, 1)], constant_values=1)  # [B, S]
+        mask = (1 - attention_mask.astype(np.float32))[:, None, None, :] * -1e10  # [B, 1, 1, S]
+        pos_ids = pos_ids + 1
+        logits = gpt2(new_ids[-1], pos_ids, mask, kv_caches, **params, n_head=n_head)
+        new_ids.append(np.argmax(logits, axis=-1))
+    return np.concatenate(new_ids, axis=-1)                      # n x [B, 1] -> [B, n]
+
+
+def main():
+    with utils.command_line(__doc__) as job:
+        batch = pad_batch(job.prompts)
+        new_ids = generate(*batch, job.params, job.n_head, job.n_tokens_to_generate)
+        job.print(new_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""GPT-2 in NumPy, version 4: a preallocated cache, so that the past is not copied.
+
+np.concatenate makes a new array for every token and moves the whole past into it: 33.6 million
+token entries on the way to 8,192 positions. But how far a generation can get is known when it
+starts. So the buffers are allocated once, at full size; new keys and values go into the next
+free slots; and attention gets views of the filled ones. Likewise the mask: made once, sliced.
+
+What it costs: the memory is taken from the start, whether or not the slots get filled.
+
+Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
+"""
+import math
+
+import numpy as np
+import tqdm
+
+import utils
+
+
+def gelu(x):
+    """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
+    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def softmax(x):
+    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
+
+
+def layer_norm(x, g, b, eps=1e-5):
+    """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
+    x = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(x * x, axis=-1, keepdims=True)
+    return x / np.sqrt(variance + eps) * g + b
+
+
+def linear(x, w, b):
+    """Mix the features of each position; w is [in, out], b is [out]."""
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one product
+    return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
+
+
+def ffn(x, c_fc, c_proj):
+    """Work on each position by itself, four times as wide in between."""
+    return linear(gelu(linear(x, **c_fc)), **c_proj)             # [B, T, E] -> [B, T, E]
+
+
+def attention(q, k, v, mask):
+    """For each query, average the values, weighted by how well their keys match it."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, S]
+    return softmax(scores + mask) @ v                            # [B, H, T, S] -> [B, H, T, D]
+
+
+def kv_cache_bytes(n_layer, batch, n_positions, n_head, head_dim, bytes_per_value=4):
+    """Size of a cache, in bytes; the 2 is for keys and values."""
+    return 2 * n_layer * batch * n_positions * n_head * head_dim * bytes_per_value
+
+
+class KVCache:
+    """Keys and values of all layers, [B, H, capacity, D] each; every layer knows its length."""
+
+    def __init__(self, n_layer, batch, n_head, capacity, head_dim, dtype=np.float32):
+        self.keys = np.empty((n_layer, batch, n_head, capacity, head_dim), dtype)
+        self.values = np.empty_like(self.keys)
+        self.lengths = [0] * n_layer
+
+    def update(self, layer, k, v):
+        """Append k and v [B, H, T, D]; return views of all so far, twice [B, H, S, D].
+
+        ValueError if they don't fit in shape or in number; the cache is then as before.
+        """
+        keys, values, start = self.keys[layer], self.values[layer], self.lengths[layer]
+        if not k.shape == v.shape == keys.shape[:2] + k.shape[2:3] + keys.shape[3:]:
+            raise ValueError(f"k {k.shape} and v {v.shape} don't fit a cache of {keys.shape}")
+        end = start + k.shape[2]
+        if end > keys.shape[2]:
+            raise ValueError(f"{end} positions exceed the cache's capacity of {keys.shape[2]}")
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        self.lengths[layer] = end
+        return keys[:, :, :end], values[:, :, :end]
+
+    @property
+    def length(self):
+        """Positions in every layer. RuntimeError if they disagree: a pass stopped part-way."""
+        if len(set(self.lengths)) > 1:
+            raise RuntimeError(f"a pass stopped part-way: the layers hold {self.lengths} "
+                               "positions; truncate or reset the cache")
+        return self.lengths[0]
+
+    def truncate(self, length):
+        """Forget all from position length on. ValueError if a layer doesn't reach that far."""
+        if not 0 <= length <= min(self.lengths):
+            raise ValueError(f"can't truncate to {length} positions of {self.lengths}")
+        self.lengths = [length] * len(self.lengths)
+
+    def reset(self):
+        """Forget everything."""
+        self.truncate(0)
+
+    @property
+    def nbytes(self):
+        """Bytes allocated, filled or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+def mha(x, c_attn, c_proj, n_head, mask, kv_caches=None, layer=None):
+    """Let each position gather from those before it, in n_head ways at once."""
+    B, T, E = x.shape
+    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, 3, H, D]
+    q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
+    if kv_caches is not None:
+        k, v = kv_caches.update(layer, k, v)                     # [B, H, T, D] -> [B, H, S, D]
+    x = attention(q, k, v, mask)
+    x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
+    return linear(x, **c_proj)
+
+
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, kv_caches=None, layer=None):
+    """Communicate, then compute; each adds to x, and no shape changes."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, kv_caches=kv_caches,
+                layer=layer)
+    return x + ffn(layer_norm(x, **ln_2), **mlp)
+
+
+def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
+    """Score every token of the vocabulary as the next one, after each position.
+
+    input_ids and pos_ids are [B, T]; mask broadcasts to [B, H, T, S], 0 where a query may look
+    and -1e10 elsewhere; kv_caches is a KVCache, which this pass extends, or None.
+    Returns logits [B, T, V], float32, or those of the last logits_to_keep
+    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners".
+    """
+    x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
+    for layer, block in enumerate(blocks):
+        x = transformer_block(x, **block, n_head=n_head, mask=mask, kv_caches=kv_caches,
+                              layer=layer)
+    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # -0 keeps all T
+    return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
+
+
+def pad_batch(prompts):
+    """Lists of token ids -> input_ids [B, T] int64, attention_mask [B, T] float32.
+
+    Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
+    """
+    if not prompts or min(map(len, prompts)) == 0:
+        raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
+    T = max(map(len, prompts))
+    input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
+    attention_mask = [[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return np.array(input_ids, dtype=np.int64), np.array(attention_mask, dtype=np.float32)
+
+
+def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
+    """Continue token ids greedily: always with the likeliest next token.
+
+    Takes what pad_batch returns. Returns the new ids alone, [B, n_tokens_to_generate].
+    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    """
+    T, n_ctx = input_ids.shape[1], len(params["wpe"])
+    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
+                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+    n_layer, head_dim = len(params["blocks"]), params["wte"].shape[1] // n_head
+    kv_caches = KVCache(n_layer, len(input_ids), n_head, T + n_tokens_to_generate - 1, head_dim)
+
+    # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
+    causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
+    padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
+    mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
+    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
+    logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
+    new_ids = [np.argmax(logits, axis=-1)]                       # [B, 1, V] -> [B, 1]
+
+    # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
+    # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
+    padding = np.pad(padding, [(0, 0), (0, n_tokens_to_generate - 1)])  # [B, T] -> [B, capacity]
+    pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
+    for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
+                       total=n_tokens_to_generate):
+        mask = padding[:, None, None, :kv_caches.length + 1]     # [B, 1, 1, S]
+        pos_ids = pos_ids + 1
+        logits = gpt2(new_ids[-1], pos_ids, mask, kv_caches, **params, n_head=n_head)
+        new_ids.append(np.argmax(logits, axis=-1))
+    return np.concatenate(new_ids, axis=-1)                      # n x [B, 1] -> [B, n]
+
+
+def main():
+    with utils.command_line(__doc__) as job:
+        batch = pad_batch(job.prompts)
+        new_ids = generate(*batch, job.params, job.n_head, job.n_tokens_to_generate)
+        job.print(new_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))                     # so that pytest runs from any folder
+sys.path.insert(0, str(ROOT / "tests"))
+
+import utils  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """(encoder, hparams, params) of the bundled model."""
+    return utils.load_encoder_hparams_and_params("tiny")
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """What Hugging Face Transformers computed; tests/data/make_references.py says how."""
+    return np.load(ROOT / "tests" / "data" / "transformers.npz")

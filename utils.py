@@ -1,0 +1,223 @@
+"""Models on disk -> (encoder, hparams, params), and the command line that the scripts share."""
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from encoder import END_OF_TEXT, load_encoder, read_json
+
+MODELS_DIR = Path(__file__).resolve().parent / "models"
+MODEL_FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
+# config.json's names of the sizes, which have OpenAI's names here
+SIZES = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
+         "n_head": "n_head", "n_layer": "n_layer"}
+# what the scripts compute: the settings of config.json, and the values that mean just that
+SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
+            "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
+            "scale_attn_by_inverse_layer_idx": [False]}
+# safetensors' number types; NumPy has no bfloat16, which is the upper half of a float32
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def load_encoder_hparams_and_params(model="tiny", models_dir=MODELS_DIR):
+    """Load a model: a folder in Hugging Face layout, or the name of one in models_dir.
+
+    Returns the Encoder; hparams {"n_vocab", "n_ctx", "n_embd", "n_head", "n_layer"}; and
+    params, all of it aligned, C-contiguous float32 (E n_embd, V n_vocab):
+
+        {"wte": [V, E], "wpe": [n_ctx, E], "blocks": [block, ...], "ln_f": {"g": [E], "b": [E]}}
+
+    where a block is {"ln_1", "attn": {"c_attn", "c_proj"}, "ln_2", "mlp": {"c_fc", "c_proj"}},
+    and a linear layer {"w": [in, out], "b": [out]}. FileNotFoundError for what isn't there,
+    ValueError for what doesn't fit; both say where and what.
+    """
+    folder = find_model(model, models_dir)
+    for name in MODEL_FILES:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is not a whole model: it has no {name}")
+    encoder = load_encoder(folder)
+    hparams = load_hparams(folder / "config.json")
+    if len(encoder.tokens) != hparams["n_vocab"]:
+        raise ValueError(f"{folder}: vocab.json has {len(encoder.tokens)} tokens, config.json "
+                         f"says {hparams['n_vocab']}")
+    return encoder, hparams, load_params(folder / "model.safetensors", hparams)
+
+
+def find_model(model, models_dir=MODELS_DIR):
+    """Return the folder of a model; FileNotFoundError says which there are."""
+    names = sorted(config.parent.name for config in Path(models_dir).glob("*/config.json"))
+    if model in names:
+        return Path(models_dir) / model
+    if Path(model).is_dir():
+        return Path(model)
+    raise FileNotFoundError(f"no model {str(model)!r}: it is no folder, and {models_dir} has "
+                            f"{', '.join(names) or 'none'}")
+
+
+def load_hparams(path):
+    """Return a model's sizes, from its config.json. ValueError if the scripts can't run it."""
+    config = read_json(path)
+    for key, values in SETTINGS.items():
+        if config.get(key, values[0]) not in values:
+            raise ValueError(f"{path}: {key} is {config[key]!r}, not {values[0]!r}")
+    for key in SIZES.values():
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise ValueError(f"{path}: {key} is {config.get(key)!r}, not a positive number")
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"{path}: n_head {config['n_head']} does not divide n_embd "
+                         f"{config['n_embd']}")
+    return {name: config[key] for name, key in SIZES.items()}
+
+
+def load_params(path, hparams):
+    """Return the params in a safetensors file, as load_encoder_hparams_and_params does.
+
+    The format: 8 bytes, little-endian, with the length of the header; the header, JSON, name ->
+    {dtype, shape, data_offsets from the end of the header}; the data. OpenAI's files name their
+    tensors "wte.weight", those of Transformers "transformer.wte.weight". What isn't a weight
+    (the causal mask, in old files) is not read.
+    """
+    V, E = hparams["n_vocab"], hparams["n_embd"]
+    with open(path, "rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        if header_length > path.stat().st_size - 8:
+            raise ValueError(f"{path} is cut off, or no safetensors file")
+        try:
+            header = json.loads(file.read(header_length))
+        except ValueError as error:
+            raise ValueError(f"{path}: its header is no JSON: {error}") from None
+
+        def tensor(name, *shape):
+            info = header.get(name) or header.get(f"transformer.{name}")
+            if info is None:
+                raise ValueError(f"{path}: there is no tensor {name}")
+            if info["dtype"] not in DTYPES:
+                raise ValueError(f"{path}: {name} is {info['dtype']}, not one of {[*DTYPES]}")
+            if tuple(info["shape"]) != shape:
+                raise ValueError(f"{path}: {name} is {info['shape']}, not {[*shape]}")
+            # reading into an array of its own aligns a tensor, wherever it is in the file
+            file.seek(8 + header_length + info["data_offsets"][0])
+            values = np.fromfile(file, DTYPES[info["dtype"]], math.prod(shape))
+            if values.size != math.prod(shape):
+                raise ValueError(f"{path} is cut off: {name} is not whole")
+            if info["dtype"] == "BF16":
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            return values.astype(np.float32, copy=False).reshape(shape)
+
+        def norm(name):
+            return {"g": tensor(f"{name}.weight", E), "b": tensor(f"{name}.bias", E)}
+
+        def linear(name, n_in, n_out):
+            return {"w": tensor(f"{name}.weight", n_in, n_out), "b": tensor(f"{name}.bias", n_out)}
+
+        def block(name):
+            return {"ln_1": norm(f"{name}.ln_1"),
+                    "attn": {"c_attn": linear(f"{name}.attn.c_attn", E, 3 * E),
+                             "c_proj": linear(f"{name}.attn.c_proj", E, E)},
+                    "ln_2": norm(f"{name}.ln_2"),
+                    "mlp": {"c_fc": linear(f"{name}.mlp.c_fc", E, 4 * E),
+                            "c_proj": linear(f"{name}.mlp.c_proj", 4 * E, E)}}
+
+        params = {"wte": tensor("wte.weight", V, E),
+                  "wpe": tensor("wpe.weight", hparams["n_ctx"], E),
+                  "blocks": [block(f"h.{layer}") for layer in range(hparams["n_layer"])],
+                  "ln_f": norm("ln_f")}
+        if "lm_head.weight" in header:
+            if not np.array_equal(tensor("lm_head.weight", V, E), params["wte"]):
+                raise ValueError(f"{path}: lm_head.weight differs from wte.weight; in GPT-2 the "
+                                 f"two are one")
+    return params
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few, at least 1 is needed")
+    return int(text)
+
+
+class Job:
+    """What the command line asks for: prompts as lists of token ids, and what to run them on.
+
+    Ends the program with one line on stderr, and exit status 2, if it can't be done.
+    """
+
+    def __init__(self, docstring, max_prompts):
+        parser = Parser(description=docstring.partition("\n")[0], allow_abbrev=False)
+        parser.add_argument("texts", nargs="+", metavar="prompt",
+                            help="a text to continue; several make one batch, where the version "
+                                 "can do that; '' begins with nothing; put -- before a prompt "
+                                 "that begins with -")
+        parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40,
+                            metavar="N", help="how many tokens to add (default: 40)")
+        parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
+                            help="a model in --models_dir, or any folder with a GPT-2 in "
+                                 "Hugging Face layout (default: tiny)")
+        parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
+                            help="default: models, beside the scripts")
+        options = parser.parse_intermixed_args()
+        if max_prompts and len(options.texts) > max_prompts:
+            parser.error(f"{len(options.texts)} prompts, but this version takes one at a time; "
+                         f"gpt2_v2_padding.py runs several as a batch")
+        try:
+            self.encoder, hparams, self.params = load_encoder_hparams_and_params(
+                options.model, options.models_dir)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        self.n_head = hparams["n_head"]
+        self.n_tokens_to_generate = options.n_tokens_to_generate
+        self.texts = options.texts
+        self.prompts = [self.encoder.encode(text or END_OF_TEXT) for text in self.texts]
+        longest = max(map(len, self.prompts))
+        room = hparams["n_ctx"] - longest + 1
+        if self.n_tokens_to_generate > room:
+            parser.error(f"{longest} tokens of prompt and {self.n_tokens_to_generate} new ones "
+                         f"exceed the model's context of {hparams['n_ctx']}: shorten the prompt"
+                         + (f", or ask for at most {room} new ones" if room > 0 else ""))
+        self.started = time.perf_counter()
+
+    def print(self, new_ids):
+        """Print each prompt with its continuation, cut at <|endoftext|>, and say the speed.
+
+        new_ids: [B, n]. The text goes to stdout, in UTF-8; bytes of a prompt that are no UTF-8
+        go out as they came in.
+        """
+        seconds = time.perf_counter() - self.started
+        n_tokens = len(self.texts) * self.n_tokens_to_generate
+        continued = []
+        for text, ids in zip(self.texts, new_ids):
+            ids = list(ids)
+            if self.encoder.end_of_text in ids:
+                ids = ids[:ids.index(self.encoder.end_of_text)]
+            continued.append(text + self.encoder.decode(ids))
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+        print("\n\n".join(continued), flush=True)
+        print(f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s",
+              file=sys.stderr)
+
+
+@contextlib.contextmanager
+def command_line(docstring, max_prompts=None):
+    """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
+    try:
+        yield Job(docstring, max_prompts)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # nobody reads any more; and Python must not find out once more when it flushes at exit
+        for stream in sys.stdout, sys.stderr:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.exit(128 + signal.SIGPIPE)
