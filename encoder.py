@@ -60,7 +60,8 @@ class Encoder:
             if n:
                 ids.append(self.end_of_text)
             for word in WORD.findall(part):
-                ids += self.merge([self.byte_ids[b] for b in word.encode(errors="surrogateescape")])
+                raw = word.encode(errors="surrogateescape")
+                ids += self.merge([self.byte_ids[byte] for byte in raw])
         return ids
 
     def merge(self, ids):

@@ -71,29 +71,29 @@ def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     """Score every token of the vocabulary as the next one, after each position.
 
-    Takes token ids [T]. Returns logits [T, V], float32, or those of the last logits_to_keep
-    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners".
+    inputs: token ids [T].
+    Returns float32 logits [T, V], or those of the last logits_to_keep positions alone.
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     T = len(inputs)
     mask = (1 - np.tri(T, dtype=np.float32)) * -1e10             # [T, T], 0 where key <= query
     x = wte[inputs] + wpe[:T]                                    # [T] -> [T, E]
     for block in blocks:
         x = transformer_block(x, **block, n_head=n_head, mask=mask)
-    x = layer_norm(x[-logits_to_keep:], **ln_f)                  # -0 keeps all T
+    x = layer_norm(x[-logits_to_keep:], **ln_f)                  # x[-0:] is all of x
     return x @ wte.T                                             # [T, E] -> [T, V]
 
 
 def generate(inputs, params, n_head, n_tokens_to_generate):
     """Continue token ids greedily: always with the likeliest next token.
 
-    Takes token ids [T]. Returns the new ids alone, [n_tokens_to_generate].
+    inputs: token ids [T]. Returns the new ids alone, [n_tokens_to_generate].
     ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
     """
     T, n_ctx = len(inputs), len(params["wpe"])
     if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
-                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
+                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
     ids = np.array(inputs)                                       # [T]
     for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
         logits = gpt2(ids, **params, n_head=n_head, logits_to_keep=1)

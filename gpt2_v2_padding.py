@@ -1,9 +1,9 @@
 """GPT-2 in NumPy, version 2: several prompts at once, padded on the left.
 
-Each pass reads all the weights, for one prompt or for eight: a batch shares the reading. But it
-is a rectangle, and prompts are not. Short ones are filled up on the left, so that the newest
-token of every row is in the last column. The attention_mask marks the real tokens, to two ends:
-positions count those tokens alone, and no query sees a padded key.
+Each pass reads all the weights, for one prompt or for eight; in a batch, prompts share that. But
+a batch is a rectangle, and prompts differ in length: short ones are filled up on the left, so
+that every row's newest token is in the last column. The attention_mask marks the real tokens. It
+has two uses: positions count only them, and no query may see a padded key.
 
 What it costs: padding is computed like everything else, and each step still redoes the past.
 
@@ -72,10 +72,9 @@ def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
 def gpt2(input_ids, attention_mask, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     """Score every token of the vocabulary as the next one, after each position.
 
-    input_ids and attention_mask are [B, T]; the mask is 1 at real tokens and 0 at padding.
-    Returns logits [B, T, V], float32, or those of the last logits_to_keep
-    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners".
+    input_ids and attention_mask: [B, T]; the mask is 1 at real tokens and 0 at padding.
+    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     T = input_ids.shape[1]
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
@@ -85,7 +84,7 @@ def gpt2(input_ids, attention_mask, wte, wpe, blocks, ln_f, n_head, logits_to_ke
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
     for block in blocks:
         x = transformer_block(x, **block, n_head=n_head, mask=mask)
-    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # -0 keeps all T
+    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
     return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
 
 
@@ -105,17 +104,17 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Continue token ids greedily: always with the likeliest next token.
 
-    Takes what pad_batch returns. Returns the new ids alone, [B, n_tokens_to_generate].
+    Its batch is as from pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
     ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
     if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
-                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
+                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
     for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
         logits = gpt2(input_ids, attention_mask, **params, n_head=n_head, logits_to_keep=1)
         next_ids = np.argmax(logits, axis=-1)                    # [B, 1, V] -> [B, 1]
-        input_ids = np.concatenate([input_ids, next_ids], axis=-1)     # [B, T] -> [B, T + 1]
+        input_ids = np.concatenate([input_ids, next_ids], axis=-1)  # [B, T] -> [B, T + 1]
         attention_mask = np.pad(attention_mask, [(0, 0), (0, 1)], constant_values=1)
     return input_ids[:, T:]
 

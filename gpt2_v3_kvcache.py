@@ -1,11 +1,11 @@
 """GPT-2 in NumPy, version 3: a KV cache, so that the past is not recomputed.
 
-No position looks ahead, so what a layer computed for it stays true when more tokens follow. All
-that they read of it is its key and its value, and each layer keeps those. Generation gets two
-stages: prefill runs the prompt in one pass, decode one new token a pass, against the cache.
+No position looks ahead, so what a layer computed for it still holds when more tokens follow. All
+that they need of it is its key and its value, so each layer keeps these. Generation now has two
+stages: prefill runs the whole prompt in one pass, then decode runs one new token a pass.
 
-What it saves: for 20 tokens after 10, 29 positions go through the model instead of 390. What it
-costs: memory, 2 * n_layer * B * S * E floats, all of it copied for each token by np.concatenate.
+What it saves: for 20 tokens after 10, 29 positions go through the model, not 390. What it costs:
+memory, 2 * n_layer * B * S * E floats, and np.concatenate copies all of it for each token.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -77,16 +77,15 @@ def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None):
 def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     """Score every token of the vocabulary as the next one, after each position.
 
-    input_ids and pos_ids are [B, T]; mask broadcasts to [B, H, T, S], 0 where a query may look
-    and -1e10 elsewhere; kv_caches holds a {"k", "v"} for each layer, which this pass extends.
-    Returns logits [B, T, V], float32, or those of the last logits_to_keep
-    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners".
+    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may look and
+    -1e10 elsewhere; kv_caches: one {"k", "v"} per layer, which get the new keys and values.
+    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
     for block, layer_cache in zip(blocks, kv_caches):
         x = transformer_block(x, **block, n_head=n_head, mask=mask, layer_cache=layer_cache)
-    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # -0 keeps all T
+    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
     return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
 
 
@@ -106,13 +105,13 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Continue token ids greedily: always with the likeliest next token.
 
-    Takes what pad_batch returns. Returns the new ids alone, [B, n_tokens_to_generate].
+    Its batch is as from pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
     ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
     if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
-                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
+                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
     kv_caches = [{"k": None, "v": None} for _ in params["blocks"]]
 
     # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
@@ -121,19 +120,21 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
     logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
-    new_ids = [np.argmax(logits, axis=-1)]                       # [B, 1, V] -> [B, 1]
+    next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
+    input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
     # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
     # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
                        total=n_tokens_to_generate):
-        attention_mask = np.pad(attention_mask, [(0, 0), (0, 1)], constant_values=1)  # [B, S]
+        attention_mask = np.pad(attention_mask, [(0, 0), (0, 1)], constant_values=1)
         mask = (1 - attention_mask.astype(np.float32))[:, None, None, :] * -1e10  # [B, 1, 1, S]
         pos_ids = pos_ids + 1
-        logits = gpt2(new_ids[-1], pos_ids, mask, kv_caches, **params, n_head=n_head)
-        new_ids.append(np.argmax(logits, axis=-1))
-    return np.concatenate(new_ids, axis=-1)                      # n x [B, 1] -> [B, n]
+        logits = gpt2(next_ids, pos_ids, mask, kv_caches, **params, n_head=n_head)
+        next_ids = np.argmax(logits, axis=-1)                    # [B, 1, V] -> [B, 1]
+        input_ids = np.concatenate([input_ids, next_ids], axis=-1)  # one more column
+    return input_ids[:, T:]
 
 
 def main():

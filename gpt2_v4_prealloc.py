@@ -1,11 +1,11 @@
 """GPT-2 in NumPy, version 4: a preallocated cache, so that the past is not copied.
 
-np.concatenate makes a new array for every token and moves the whole past into it: 33.6 million
-token entries on the way to 8,192 positions. But how far a generation can get is known when it
-starts. So the buffers are allocated once, at full size; new keys and values go into the next
-free slots; and attention gets views of the filled ones. Likewise the mask: made once, sliced.
+np.concatenate makes a new array for each token and copies the whole past into it: 33.6 million
+token entries by the time there are 8,192. But how long a generation can get is known beforehand.
+So the buffers are allocated once, in full; new keys and values are written into the next free
+slots, and attention gets views of the filled ones. The padding mask, too, is made once and cut.
 
-What it costs: the memory is taken from the start, whether or not the slots get filled.
+What it costs: the memory is reserved from the start, filled or not.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -77,7 +77,8 @@ class KVCache:
         end = start + k.shape[2]
         if end > keys.shape[2]:
             raise ValueError(f"{end} positions exceed the cache's capacity of {keys.shape[2]}")
-        keys[:, :, start:end], values[:, :, start:end] = k, v
+        keys[:, :, start:end] = k
+        values[:, :, start:end] = v
         self.lengths[layer] = end
         return keys[:, :, :end], values[:, :, :end]
 
@@ -127,17 +128,16 @@ def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, kv_caches=None, la
 def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     """Score every token of the vocabulary as the next one, after each position.
 
-    input_ids and pos_ids are [B, T]; mask broadcasts to [B, H, T, S], 0 where a query may look
-    and -1e10 elsewhere; kv_caches is a KVCache, which this pass extends, or None.
-    Returns logits [B, T, V], float32, or those of the last logits_to_keep
-    positions alone. The model: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners".
+    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may look and
+    -1e10 elsewhere; kv_caches: a KVCache, which gets the new keys and values, or None.
+    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
     for layer, block in enumerate(blocks):
         x = transformer_block(x, **block, n_head=n_head, mask=mask, kv_caches=kv_caches,
                               layer=layer)
-    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # -0 keeps all T
+    x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
     return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
 
 
@@ -157,13 +157,13 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Continue token ids greedily: always with the likeliest next token.
 
-    Takes what pad_batch returns. Returns the new ids alone, [B, n_tokens_to_generate].
+    Its batch is as from pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
     ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
     if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: "
-                         f"n_ctx is {n_ctx}, which leaves room for 1 to {n_ctx - T + 1}")
+        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
+                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
     n_layer, head_dim = len(params["blocks"]), params["wte"].shape[1] // n_head
     kv_caches = KVCache(n_layer, len(input_ids), n_head, T + n_tokens_to_generate - 1, head_dim)
 
@@ -173,7 +173,8 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
     logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
-    new_ids = [np.argmax(logits, axis=-1)]                       # [B, 1, V] -> [B, 1]
+    next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
+    input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
     # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
     # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
@@ -183,9 +184,10 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
                        total=n_tokens_to_generate):
         mask = padding[:, None, None, :kv_caches.length + 1]     # [B, 1, 1, S]
         pos_ids = pos_ids + 1
-        logits = gpt2(new_ids[-1], pos_ids, mask, kv_caches, **params, n_head=n_head)
-        new_ids.append(np.argmax(logits, axis=-1))
-    return np.concatenate(new_ids, axis=-1)                      # n x [B, 1] -> [B, n]
+        logits = gpt2(next_ids, pos_ids, mask, kv_caches, **params, n_head=n_head)
+        next_ids = np.argmax(logits, axis=-1)                    # [B, 1, V] -> [B, 1]
+        input_ids = np.concatenate([input_ids, next_ids], axis=-1)  # one more column
+    return input_ids[:, T:]
 
 
 def main():

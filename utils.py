@@ -156,11 +156,11 @@ class Job:
     """
 
     def __init__(self, docstring, max_prompts):
-        parser = Parser(description=docstring.partition("\n")[0], allow_abbrev=False)
-        parser.add_argument("texts", nargs="+", metavar="prompt",
-                            help="a text to continue; several make one batch, where the version "
-                                 "can do that; '' begins with nothing; put -- before a prompt "
-                                 "that begins with -")
+        parser = Parser(usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
+                        description=docstring.partition("\n")[0])
+        parser.add_argument("texts", nargs="*", metavar="prompt",
+                            help="a text to continue, '' to begin with nothing; several make a "
+                                 "batch, from version 2 on")
         parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40,
                             metavar="N", help="how many tokens to add (default: 40)")
         parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
@@ -168,9 +168,17 @@ class Job:
                                  "Hugging Face layout (default: tiny)")
         parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
                             help="default: models, beside the scripts")
-        options = parser.parse_intermixed_args()
-        if max_prompts and len(options.texts) > max_prompts:
-            parser.error(f"{len(options.texts)} prompts, but this version takes one at a time; "
+        # argparse lets options stand among the prompts, but then it trips over --
+        arguments = sys.argv[1:]
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        options, unknown = parser.parse_known_intermixed_args(arguments[:end])
+        self.texts = options.texts + arguments[end + 1:]
+        if unknown:
+            parser.error(f"unknown option {unknown[0]!r}; put -- before a prompt that begins with -")
+        if not self.texts:
+            parser.error("a prompt is missing, such as 'Once upon a time'")
+        if max_prompts and len(self.texts) > max_prompts:
+            parser.error(f"{len(self.texts)} prompts, but this version takes one at a time; "
                          f"gpt2_v2_padding.py runs several as a batch")
         try:
             self.encoder, hparams, self.params = load_encoder_hparams_and_params(
@@ -179,7 +187,6 @@ class Job:
             parser.error(str(error))
         self.n_head = hparams["n_head"]
         self.n_tokens_to_generate = options.n_tokens_to_generate
-        self.texts = options.texts
         self.prompts = [self.encoder.encode(text or END_OF_TEXT) for text in self.texts]
         longest = max(map(len, self.prompts))
         room = hparams["n_ctx"] - longest + 1

@@ -4,6 +4,8 @@ import struct
 
 import numpy as np
 
+from encoder import byte_symbols
+
 NUMBER_TYPES = {  # a float32 array -> its bytes in a safetensors file
     "F32": lambda values: values.astype("<f4").tobytes(),
     "F16": lambda values: values.astype("<f2").tobytes(),
@@ -72,6 +74,32 @@ def write_safetensors(path, tensors, number_type="F32", prefix="", pad=0):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8 + pad)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_model(folder, hparams, tensors):
+    """A folder in Hugging Face layout, whose tokens are the 256 bytes and <|endoftext|>."""
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    symbols = [*byte_symbols().values(), "<|endoftext|>"]
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    (folder / "vocab.json").write_text(
+        json.dumps({symbol: n for n, symbol in enumerate(symbols)}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "gpt2", "vocab_size": hparams["n_vocab"], "n_positions": hparams["n_ctx"],
+        "n_embd": hparams["n_embd"], "n_head": hparams["n_head"], "n_layer": hparams["n_layer"]}))
+
+
+def write_scripted_model(folder, script):
+    """A model that after position p says script[p], a token id, whatever the text.
+
+    Its tokens are unit vectors, its blocks do nothing, and its positions point at the answer.
+    """
+    hparams = make_hparams(n_vocab=257, n_ctx=len(script), n_embd=257, n_head=1, n_layer=1)
+    tensors = {name: np.zeros_like(t) for name, t in random_tensors(hparams).items()}
+    tensors["wte.weight"][:] = np.eye(257)
+    tensors["wpe.weight"][:] = 100 * np.eye(257)[script]
+    tensors["ln_f.weight"][:] = 1
+    write_model(folder, hparams, tensors)
 
 
 def visible(attention_mask, start, stop):

@@ -1,0 +1,171 @@
+"""The ids are those of Hugging Face's tokenizers; what can't be right is refused when read."""
+import json
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from encoder import Encoder, byte_symbols, load_encoder
+
+DATA = ROOT / "tests" / "data"
+# [text, ids] from tokenizers, made by tests/data/make_references.py
+CASES = json.loads((DATA / "encoder_ids.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def merges():
+    """OpenAI's merges; tests/data/make_references.py says where they come from."""
+    lines = (DATA / "vocab.bpe").read_text(encoding="utf-8").split("\n")
+    return [line.split(" ") for line in lines[1:] if line]
+
+
+@pytest.fixture(scope="module")
+def openai(merges):
+    return Encoder(merges)
+
+
+@pytest.mark.parametrize("text, ids", CASES, ids=lambda value: ascii(value)[:40])
+def test_ids_of_tokenizers(openai, text, ids):
+    assert openai.encode(text) == ids
+
+
+@pytest.mark.parametrize("text", [text for text, _ in CASES], ids=lambda text: ascii(text)[:40])
+def test_round_trip(openai, tiny, text):
+    assert openai.decode(openai.encode(text)) == text
+    assert tiny[0].decode(tiny[0].encode(text)) == text
+
+
+def test_published_ids(openai):
+    """The text and ids of fastGPT's published example."""
+    text = ("Alan Turing theorized that computers would one day become very powerful, but even he "
+            "could not imagine")
+    ids = [36235, 39141, 18765, 1143, 326, 9061, 561, 530, 1110, 1716, 845, 3665, 11, 475, 772, 339,
+           714, 407, 5967]
+    assert openai.encode(text) == ids
+    assert openai.decode(ids) == text
+
+
+# 0xFF is the last of the printable bytes: 94 of ASCII, 12 from 0xA1, 82 from 0xAE, so id 187. The
+# bytes 0x80 to 0xA0 follow the 33 control characters, 0x7F among them: 188 + 34 + (byte - 0x80).
+@pytest.mark.parametrize("raw, ids", [
+    (b"\xff", [187]), (b"\xfe\xff\xff", [186, 187, 187]), (b"\x80", [222]), (b"a\xffb", [64, 187, 65]),
+    (b" \xff", [220, 187]), (b"\xff<|endoftext|>\xff", [187, 50256, 187]),
+])
+def test_bytes_that_are_no_utf8(openai, raw, ids):
+    """They reach Python as surrogate escapes, from the command line for one."""
+    assert openai.encode(raw.decode(errors="surrogateescape")) == ids
+    assert openai.decode(ids) == raw.decode(errors="replace")
+
+
+def test_cut_off_characters_become_replacement_characters(openai):
+    ids = openai.encode("€")
+    for raw in b"\xe2\x82", b"x\xe2\x82", b"\xe2\x82y", b"\xf0\x9f\x99":
+        encoded = openai.encode(raw.decode(errors="surrogateescape"))
+        assert b"".join(openai.tokens[n] for n in encoded) == raw
+        assert openai.decode(encoded) == raw.decode(errors="replace")
+    assert openai.decode(ids) == "€"
+
+
+def test_byte_symbols():
+    """Printable bytes stand for themselves; the table of the released vocabulary says Ġ for space."""
+    symbols = byte_symbols()
+    assert sorted(symbols) == list(range(256)) and len(set(symbols.values())) == 256
+    assert symbols[ord("A")] == "A" and symbols[0xFF] == "ÿ"
+    assert symbols[ord(" ")] == "Ġ" and symbols[ord("\n")] == "Ċ" and symbols[0xAD] == "Ń"
+    assert list(symbols.values()) == sorted(symbols.values())
+
+
+@pytest.mark.parametrize("word, n_ids, sum_of_ids", [
+    ("a" * 100_000, 25_000, 619_850_000), ("abcdefghijklmnopqrstuvwxyz" * 3847, 53_858, 462_140_110)], ids=["a", "alphabet"])
+def test_long_word(openai, word, n_ids, sum_of_ids):
+    """The numbers are from tokenizers. By scanning all pairs for each merge, it takes minutes."""
+    ids = openai.encode(word)
+    assert (len(ids), sum(ids)) == (n_ids, sum_of_ids)
+    assert openai.decode(ids) == word
+
+
+@pytest.mark.parametrize("token_id", [-1, 50257, 10 ** 9])
+def test_unknown_token(openai, token_id):
+    with pytest.raises(ValueError, match=f"unknown token id {token_id}"):
+        openai.decode([1, token_id])
+
+
+def test_numpy_ids_and_iterators(openai):
+    assert openai.decode(np.array([31373, 995])) == "hello world"
+    assert openai.decode(iter([31373, 995])) == "hello world"
+
+
+def write_vocabulary(folder, merges, vocab):
+    lines = ["#version: 0.2", *(" ".join(merge) for merge in merges), ""]
+    (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+
+
+SMALL = [["h", "e"], ["l", "l"], ["he", "ll"]]
+
+
+def small_vocab():
+    """By hand: 256 bytes, "he" 256, "ll" 257, "hell" 258, <|endoftext|> 259."""
+    symbols = {symbol: n for n, symbol in enumerate(sorted(byte_symbols().values()))}
+    return symbols | {"he": 256, "ll": 257, "hell": 258, "<|endoftext|>": 259}
+
+
+def test_load_encoder(tmp_path):
+    write_vocabulary(tmp_path, SMALL, small_vocab())
+    encoder = load_encoder(tmp_path)
+    assert encoder.encode("hello he<|endoftext|>") == [258, 78, 220, 256, 259]
+    assert encoder.end_of_text == 259
+
+
+def test_merges_of_number_signs(tmp_path):
+    """# begins a header in the first line alone; GPT-2 has merges of number signs."""
+    vocab = small_vocab() | {"##": 259, "<|endoftext|>": 260}
+    write_vocabulary(tmp_path, [*SMALL, ["#", "#"]], vocab)
+    assert load_encoder(tmp_path).encode("##") == [259]
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"he": 257, "ll": 256}, "does not match"),
+    ({"<|endoftext|>": 0}, "does not match"),
+    ({"more": 260}, "does not match"),
+    ({"!": "0"}, "does not match"),
+])
+def test_vocab_that_does_not_match_the_merges(tmp_path, change, message):
+    write_vocabulary(tmp_path, SMALL, small_vocab() | change)
+    with pytest.raises(ValueError, match=message) as error:
+        load_encoder(tmp_path)
+    assert "vocab.json" in str(error.value) and repr(next(iter(change))) in str(error.value)
+
+
+def test_vocab_without_a_token(tmp_path):
+    vocab = small_vocab()
+    del vocab["hell"]
+    write_vocabulary(tmp_path, SMALL, vocab)
+    with pytest.raises(ValueError, match="'hell'"):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("merges", [
+    [["he", "ll"], ["h", "e"], ["l", "l"]],       # joins tokens before they are there
+    [["h", "e"], ["h", "e"]], [["h", "€"]]])
+def test_merges_of_unknown_tokens(tmp_path, merges):
+    write_vocabulary(tmp_path, merges, small_vocab())
+    with pytest.raises(ValueError, match="merges.txt: the merge"):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("merges.txt", b"#version: 0.2\nh e\nhell\n", "line 3"),
+    ("merges.txt", b"h e l\n", "line 1"),
+    ("merges.txt", b"\xff\xfe", "UTF-8"),
+    ("vocab.json", b"\xff\xfe", "UTF-8"),
+    ("vocab.json", b"{", "JSON"),
+    ("vocab.json", b"[1]", "JSON object"),
+    ("vocab.json", b"", "JSON"),
+])
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    write_vocabulary(tmp_path, SMALL, small_vocab())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_encoder(tmp_path)
+    assert str(tmp_path / name) in str(error.value)
