@@ -43,7 +43,8 @@ def linear(x, w, b):
 
 def ffn(x, c_fc, c_proj):
     """Work on each position by itself, four times as wide in between."""
-    return linear(gelu(linear(x, **c_fc)), **c_proj)             # [T, E] -> [T, 4E] -> [T, E]
+    x = gelu(linear(x, **c_fc))                                  # [T, E] -> [T, 4E]
+    return linear(x, **c_proj)                                   # [T, 4E] -> [T, E]
 
 
 def attention(q, k, v, mask):

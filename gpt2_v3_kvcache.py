@@ -44,7 +44,8 @@ def linear(x, w, b):
 
 def ffn(x, c_fc, c_proj):
     """Work on each position by itself, four times as wide in between."""
-    return linear(gelu(linear(x, **c_fc)), **c_proj)             # [B, T, E] -> [B, T, E]
+    x = gelu(linear(x, **c_fc))                                  # [B, T, E] -> [B, T, 4E]
+    return linear(x, **c_proj)                                   # [B, T, 4E] -> [B, T, E]
 
 
 def attention(q, k, v, mask):
@@ -94,7 +95,7 @@ def pad_batch(prompts):
 
     Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
     """
-    if not prompts or min(map(len, prompts)) == 0:
+    if len(prompts) == 0 or 0 in map(len, prompts):
         raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
     T = max(map(len, prompts))
     input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
@@ -105,7 +106,7 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Continue token ids greedily: always with the likeliest next token.
 
-    Its batch is as from pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
+    Takes the two arrays of pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
     ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])

@@ -174,7 +174,8 @@ class Job:
         options, unknown = parser.parse_known_intermixed_args(arguments[:end])
         self.texts = options.texts + arguments[end + 1:]
         if unknown:
-            parser.error(f"unknown option {unknown[0]!r}; put -- before a prompt that begins with -")
+            parser.error(f"unknown option {unknown[0]!r}; put -- before a prompt that begins "
+                         f"with -")
         if not self.texts:
             parser.error("a prompt is missing, such as 'Once upon a time'")
         if max_prompts and len(self.texts) > max_prompts:
