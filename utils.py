@@ -3,7 +3,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -200,8 +199,7 @@ class Job:
     def print(self, new_ids):
         """Print each prompt with its continuation, cut at <|endoftext|>, and say the speed.
 
-        new_ids: [B, n]. The text goes to stdout, in UTF-8; bytes of a prompt that are no UTF-8
-        go out as they came in.
+        new_ids: [B, n]. The text goes to stdout, the speed to stderr.
         """
         seconds = time.perf_counter() - self.started
         n_tokens = len(self.texts) * self.n_tokens_to_generate
@@ -211,8 +209,7 @@ class Job:
             if self.encoder.end_of_text in ids:
                 ids = ids[:ids.index(self.encoder.end_of_text)]
             continued.append(text + self.encoder.decode(ids))
-        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
-        print("\n\n".join(continued), flush=True)
+        print("\n\n".join(continued))
         print(f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s",
               file=sys.stderr)
 
@@ -220,12 +217,12 @@ class Job:
 @contextlib.contextmanager
 def command_line(docstring, max_prompts=None):
     """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
+    # UTF-8 in any locale, in which a prompt's bytes that are no UTF-8 go out as they came in; and
+    # line by line, so that a closed pipe is noticed here and not when Python exits
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", line_buffering=True)
     try:
         yield Job(docstring, max_prompts)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        # nobody reads any more; and Python must not find out once more when it flushes at exit
-        for stream in sys.stdout, sys.stderr:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         sys.exit(128 + signal.SIGPIPE)

@@ -134,7 +134,7 @@ def test_help():
     (V3, ["x", "--model", "124N"], "'124N'"),
     (V3, ["x", "--model", "a\nb"], "tiny"),
     (V3, ["x", "--model", "x" * 5000], "xxx"),
-    (V3, ["x", "--models_dir", "/nowhere"], "/nowhere"),
+    (V3, ["x", "--models_dir", "/no\nwhere"], "/no where"),
     (V3, ["x", "--model", str(ROOT / "tests")], "config.json"),
     (V3, ["x", "--temperature", "1"], "--temperature"),
     (V3, ["--x\ny"], "unknown option '--x"),
@@ -147,6 +147,14 @@ def test_a_mistake_is_one_line(script, arguments, says):
     assert result.stdout == b""
     assert line.startswith(f"{script}: error: ")
     assert says in line
+
+
+def test_a_broken_model_is_one_line(tmp_path):
+    write_scripted_model(tmp_path / "m", [66])
+    (tmp_path / "m" / "config.json").write_text("{}")
+    result = run(V3, "x", "--model", str(tmp_path / "m"))
+    [line] = result.stderr.decode().splitlines()
+    assert result.returncode == 2 and "config.json: vocab_size is None" in line
 
 
 def test_the_last_position_of_the_context():
@@ -183,6 +191,13 @@ def test_a_closed_pipe(script):
         stderr = process.stderr.read()
     assert process.returncode == 141              # 128 + SIGPIPE, as a shell would say
     assert b"Traceback" not in stderr and b"Exception" not in stderr
+
+
+def test_help_into_a_closed_pipe():
+    with subprocess.Popen(command(V3, "-h"), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 def test_requests_waits_for_a_download():

@@ -99,6 +99,12 @@ def test_a_file_that_is_cut_off(tmp_path, tensors, keep):
         load_params(tmp_path / "x", HPARAMS)
 
 
+def test_another_file_in_its_place(tmp_path):
+    (tmp_path / "x").write_bytes(b"<!DOCTYPE html><title>404</title>" * 100)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        load_params(tmp_path / "x", HPARAMS)
+
+
 def test_another_number_type(tmp_path, tensors):
     write_safetensors(tmp_path / "x", tensors)
     content = (tmp_path / "x").read_bytes()
@@ -144,7 +150,7 @@ def test_a_missing_file(folder, name):
     ({"n_head": 0}, "n_head is 0"),
     ({"n_layer": "4"}, "n_layer is '4'"),
     ({"n_positions": None}, "n_positions is None"),
-    ({"vocab_size": 50257}, "50257"),
+    ({"vocab_size": 50257}, "2048 tokens, config.json says 50257"),
     ({"n_embd": 512}, r"wte.weight is \[2048, 256\]"),
     ({"n_layer": 5}, "no tensor h.4.ln_1.weight"),
 ])
