@@ -3,7 +3,6 @@ import argparse
 import contextlib
 import json
 import math
-import signal
 import sys
 import time
 from pathlib import Path
@@ -148,35 +147,46 @@ def positive(text):
     return int(text)
 
 
+def make_parser(docstring):
+    """The options of all four scripts; the first line of a script's docstring says what it is."""
+    parser = Parser(usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
+                    description=docstring.partition("\n")[0])
+    parser.add_argument("prompts", nargs="*", metavar="prompt",
+                        help="a text to continue, '' to begin with nothing; several make a "
+                             "batch, from version 2 on")
+    parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40, metavar="N",
+                        help="how many tokens to add (default: 40)")
+    parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
+                        help="a model in --models_dir, or any folder with a GPT-2 in Hugging Face "
+                             "layout (default: tiny)")
+    parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
+                        help="where models are (default: models, beside the scripts)")
+    return parser
+
+
+def parse_prompts_and_options(parser):
+    """Parse the command line: options may stand among the prompts, and prompts follow a --."""
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # argparse drops it
+    options, unknown = parser.parse_known_intermixed_args(arguments[:end])
+    options.prompts += arguments[end + 1:]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]!r}; put -- before a prompt that begins with -")
+    if not options.prompts:
+        parser.error("a prompt is missing, such as 'Once upon a time'")
+    return options
+
+
 class Job:
     """What the command line asks for: prompts as lists of token ids, and what to run them on.
 
-    Ends the program with one line on stderr, and exit status 2, if it can't be done.
+    If it can't be done, the program ends here: one line on stderr, and exit status 2.
     """
 
     def __init__(self, docstring, max_prompts):
-        parser = Parser(usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
-                        description=docstring.partition("\n")[0])
-        parser.add_argument("texts", nargs="*", metavar="prompt",
-                            help="a text to continue, '' to begin with nothing; several make a "
-                                 "batch, from version 2 on")
-        parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40,
-                            metavar="N", help="how many tokens to add (default: 40)")
-        parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
-                            help="a model in --models_dir, or any folder with a GPT-2 in "
-                                 "Hugging Face layout (default: tiny)")
-        parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
-                            help="default: models, beside the scripts")
-        # argparse lets options stand among the prompts, but then it trips over --
-        arguments = sys.argv[1:]
-        end = arguments.index("--") if "--" in arguments else len(arguments)
-        options, unknown = parser.parse_known_intermixed_args(arguments[:end])
-        self.texts = options.texts + arguments[end + 1:]
-        if unknown:
-            parser.error(f"unknown option {unknown[0]!r}; put -- before a prompt that begins "
-                         f"with -")
-        if not self.texts:
-            parser.error("a prompt is missing, such as 'Once upon a time'")
+        parser = make_parser(docstring)
+        options = parse_prompts_and_options(parser)
+        self.texts, self.n_tokens_to_generate = options.prompts, options.n_tokens_to_generate
         if max_prompts and len(self.texts) > max_prompts:
             parser.error(f"{len(self.texts)} prompts, but this version takes one at a time; "
                          f"gpt2_v2_padding.py runs several as a batch")
@@ -185,14 +195,13 @@ class Job:
                 options.model, options.models_dir)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        self.n_head = hparams["n_head"]
-        self.n_tokens_to_generate = options.n_tokens_to_generate
+        self.n_head, n_ctx = hparams["n_head"], hparams["n_ctx"]
         self.prompts = [self.encoder.encode(text or END_OF_TEXT) for text in self.texts]
         longest = max(map(len, self.prompts))
-        room = hparams["n_ctx"] - longest + 1
+        room = n_ctx - longest + 1                # the last new token is never fed back
         if self.n_tokens_to_generate > room:
             parser.error(f"{longest} tokens of prompt and {self.n_tokens_to_generate} new ones "
-                         f"exceed the model's context of {hparams['n_ctx']}: shorten the prompt"
+                         f"exceed the model's context of {n_ctx}: shorten the prompt"
                          + (f", or ask for at most {room} new ones" if room > 0 else ""))
         self.started = time.perf_counter()
 
@@ -223,6 +232,6 @@ def command_line(docstring, max_prompts=None):
     try:
         yield Job(docstring, max_prompts)
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(130)                             # 128 + SIGINT, as shells say it
     except BrokenPipeError:
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(141)                             # 128 + SIGPIPE
