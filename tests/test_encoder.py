@@ -76,7 +76,9 @@ def test_byte_symbols():
 
 
 @pytest.mark.parametrize("word, n_ids, sum_of_ids", [
-    ("a" * 100_000, 25_000, 619_850_000), ("abcdefghijklmnopqrstuvwxyz" * 3847, 53_858, 462_140_110)], ids=["a", "alphabet"])
+    ("a" * 100_000, 25_000, 619_850_000),
+    ("abcdefghijklmnopqrstuvwxyz" * 3847, 53_858, 462_140_110),
+], ids=["a", "alphabet"])
 def test_long_word(openai, word, n_ids, sum_of_ids):
     """The numbers are from tokenizers. By scanning all pairs for each merge, it takes minutes."""
     ids = openai.encode(word)
