@@ -1,8 +1,8 @@
 """GPT-2's tokenizer: byte-level byte-pair encoding (BPE), text <-> token ids.
 
-Text becomes UTF-8 bytes, so there is no character that it can't spell. A pattern cuts it into
-words; within each word neighbouring tokens are merged, pair by pair, in the order in which the
-pairs were learned. Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
+Text becomes UTF-8 bytes, so any text can be encoded. A pattern splits it into words; within each
+word, neighbouring tokens are merged pair by pair, in the order in which the pairs were learned.
+Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (BPE on bytes).
 """
 import heapq
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 import regex
 
 END_OF_TEXT = "<|endoftext|>"
-# contractions; letters, digits or other signs, each with the space before them; white space,
-# of which a run leaves its last one to the word that follows
+# contractions; runs of letters, of digits and of other signs, each with one leading space; white
+# space, where the last character of a run is left to the word after it
 WORD = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 
@@ -30,8 +30,8 @@ def byte_symbols():
 class Encoder:
     """A vocabulary: the 256 bytes, one token for each merge, and <|endoftext|>, in this order.
 
-    merges: pairs of symbol strings, in the order in which they were learned. ValueError for a
-    pair that joins something unknown, or makes what there already is.
+    merges: pairs of symbol strings, in the order in which they were learned. ValueError if a
+    merge joins an unknown token, or makes one that exists already.
     """
 
     def __init__(self, merges):
@@ -43,7 +43,7 @@ class Encoder:
         for left, right in merges:
             if left not in self.ids or right not in self.ids or left + right in self.ids:
                 raise ValueError(f"the merge {left!r} {right!r} joins an unknown token, or makes "
-                                 f"one that there already is")
+                                 f"one that exists already")
             pair = self.ids[left], self.ids[right]
             self.merged[pair] = self.ids[left + right] = len(self.tokens)
             self.tokens.append(self.tokens[pair[0]] + self.tokens[pair[1]])
@@ -53,7 +53,7 @@ class Encoder:
     def encode(self, text):
         """Return the token ids of a text; <|endoftext|> in it is that one token.
 
-        Bytes that are no UTF-8 reach Python as surrogate escapes, and are encoded as they were.
+        Surrogate escapes, by which Python passes on bytes that are not UTF-8, become those bytes.
         """
         ids = []
         for n, part in enumerate(text.split(END_OF_TEXT)):
@@ -70,7 +70,7 @@ class Encoder:
         A merge's id is its rank as well. A heap holds what could be merged, as (id, left place,
         right place), so that a word of n bytes takes n log n steps and not n * n.
         """
-        ids = [*ids, None]                        # None merges with nothing; ids[-1] is it too
+        ids = [*ids, None]                        # None merges with nothing: a stop at both ends
         before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
         heap = []
 
@@ -93,9 +93,9 @@ class Encoder:
         return [token_id for token_id in ids if token_id is not None]
 
     def decode(self, ids):
-        """Return the text of token ids; what is no UTF-8 in it becomes U+FFFD.
+        """Return the text of token ids; invalid UTF-8 in it becomes U+FFFD.
 
-        ValueError for an id that the vocabulary doesn't have.
+        ValueError if the vocabulary doesn't have one of the ids.
         """
         tokens = []
         for token_id in ids:
@@ -107,21 +107,21 @@ class Encoder:
 
 
 def read_text(path):
-    """Return a UTF-8 file's text. ValueError, with the path, if it is something else."""
+    """Return a UTF-8 file's text. ValueError, with the path, if it is not one."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_json(path):
-    """Return the object in a JSON file. ValueError, with the path, if it holds none."""
+    """Return the object in a JSON file. ValueError, with the path, if there is none."""
     try:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not hold a JSON object")
     return value
 
 
@@ -129,8 +129,8 @@ def load_encoder(folder):
     """Read an Encoder from vocab.json and merges.txt.
 
     merges.txt has one merge a line, two symbols and a space between them, after a line that
-    says #version; vocab.json says {symbol: id}. The ids follow from the merges, so that
-    vocab.json tells nothing new, but has to agree: ValueError otherwise.
+    says #version; vocab.json is {symbol: id}. The ids follow from the merges, so vocab.json adds
+    nothing, but has to agree. ValueError, with the path, for whatever is wrong.
     """
     merges_path, vocab_path = Path(folder) / "merges.txt", Path(folder) / "vocab.json"
     merges = []
@@ -138,7 +138,7 @@ def load_encoder(folder):
         if line and not (number == 1 and line.startswith("#version")):
             merges.append(line.split(" "))
             if len(merges[-1]) != 2:
-                raise ValueError(f"{merges_path}, line {number}: {line!r} is no merge")
+                raise ValueError(f"{merges_path}, line {number}: {line!r} is not a merge")
     try:
         encoder = Encoder(merges)
     except ValueError as error:

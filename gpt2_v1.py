@@ -1,11 +1,11 @@
 """GPT-2 in NumPy, version 1: recompute everything.
 
-The whole model is here, and the loop that writes text with it. For each new token the loop
-runs all the tokens so far through the model, reads the last row of the logits, appends the
-likeliest token, and throws the rest away. It is the simplest program that is right.
+The whole model is here, and the loop that generates text with it. For each new token the loop
+runs the prompt and all tokens generated so far through the model, takes the logits of the last
+position, and appends the most likely token. Nothing is kept from one step to the next.
 
-What it costs: after a prompt of P tokens, N new ones push P + (P+1) + ... + (P+N-1) positions
-through the model. For P = 10 and N = 20 that is 390, though only 29 tokens were ever fed in.
+What it costs: a prompt of T tokens and n new ones put T + (T+1) + ... + (T+n-1) positions through
+the model. For T = 10 and n = 20 that is 390, although only 29 of them are distinct.
 
 Shapes: T positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -24,7 +24,7 @@ def gelu(x):
 
 
 def softmax(x):
-    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
     exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
 
@@ -37,12 +37,12 @@ def layer_norm(x, g, b, eps=1e-5):
 
 
 def linear(x, w, b):
-    """Mix the features of each position; w is [in, out], b is [out]."""
+    """Apply a linear layer to each position; w is [in, out], b is [out]."""
     return x @ w + b                                             # [T, in] -> [T, out]
 
 
 def ffn(x, c_fc, c_proj):
-    """Work on each position by itself, four times as wide in between."""
+    """Feed-forward network: each position by itself, widened to 4E and projected back."""
     x = gelu(linear(x, **c_fc))                                  # [T, E] -> [T, 4E]
     return linear(x, **c_proj)                                   # [T, 4E] -> [T, E]
 
@@ -54,7 +54,7 @@ def attention(q, k, v, mask):
 
 
 def mha(x, c_attn, c_proj, n_head, mask):
-    """Let each position gather from those before it, in n_head ways at once."""
+    """Multi-head attention: each position attends to itself and to those before it."""
     T, E = x.shape
     qkv = linear(x, **c_attn).reshape(T, 3, n_head, E // n_head)  # [T, E] -> [T, 3, H, D]
     q, k, v = qkv.transpose(1, 2, 0, 3)                          # 3 x [H, T, D]
@@ -64,16 +64,16 @@ def mha(x, c_attn, c_proj, n_head, mask):
 
 
 def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
-    """Communicate, then compute; each adds to x, and no shape changes."""
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
     x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
-    """Score every token of the vocabulary as the next one, after each position.
+    """Compute, at each position, the logits of the token that comes next.
 
     inputs: token ids [T].
-    Returns float32 logits [T, V], or those of the last logits_to_keep positions alone.
+    Returns float32 logits [T, V]; if logits_to_keep > 0, of that many last positions only.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     T = len(inputs)
@@ -86,15 +86,15 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
 
 
 def generate(inputs, params, n_head, n_tokens_to_generate):
-    """Continue token ids greedily: always with the likeliest next token.
+    """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    inputs: token ids [T]. Returns the new ids alone, [n_tokens_to_generate].
-    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    inputs: token ids [T]. Returns only the new ids, [n_tokens_to_generate].
+    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = len(inputs), len(params["wpe"])
-    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
-                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
+    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+        raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
+                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     ids = np.array(inputs)                                       # [T]
     for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
         logits = gpt2(ids, **params, n_head=n_head, logits_to_keep=1)
@@ -105,7 +105,7 @@ def generate(inputs, params, n_head, n_tokens_to_generate):
 
 def main():
     with utils.command_line(__doc__, max_prompts=1) as job:
-        new_ids = generate(*job.prompts, job.params, job.n_head, job.n_tokens_to_generate)
+        new_ids = generate(job.prompts[0], job.params, job.n_head, job.n_tokens_to_generate)
         job.print([new_ids])
 
 

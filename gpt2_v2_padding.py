@@ -1,11 +1,11 @@
 """GPT-2 in NumPy, version 2: several prompts at once, padded on the left.
 
-Each pass reads all the weights, for one prompt or for eight; in a batch, prompts share that. But
-a batch is a rectangle, and prompts differ in length: short ones are filled up on the left, so
-that every row's newest token is in the last column. The attention_mask marks the real tokens. It
-has two uses: positions count only them, and no query may see a padded key.
+A pass reads all the weights, whether for one prompt or for eight; the prompts of a batch share
+that cost. But a batch is a rectangle, and prompts differ in length: short ones are padded on the
+left, so that every row's newest token is in the last column. attention_mask marks the real tokens.
+It has two uses: only real tokens count as positions, and no real token attends to padding.
 
-What it costs: padding is computed like everything else, and each step still redoes the past.
+What it costs: padding is computed like any token, and each step still recomputes the past.
 
 Shapes: B batch, T positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -24,7 +24,7 @@ def gelu(x):
 
 
 def softmax(x):
-    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
     exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
 
@@ -37,13 +37,13 @@ def layer_norm(x, g, b, eps=1e-5):
 
 
 def linear(x, w, b):
-    """Mix the features of each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one product
+    """Apply a linear layer to each position; w is [in, out], b is [out]."""
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
 def ffn(x, c_fc, c_proj):
-    """Work on each position by itself, four times as wide in between."""
+    """Feed-forward network: each position by itself, widened to 4E and projected back."""
     x = gelu(linear(x, **c_fc))                                  # [B, T, E] -> [B, T, 4E]
     return linear(x, **c_proj)                                   # [B, T, 4E] -> [B, T, E]
 
@@ -55,9 +55,9 @@ def attention(q, k, v, mask):
 
 
 def mha(x, c_attn, c_proj, n_head, mask):
-    """Let each position gather from those before it, in n_head ways at once."""
+    """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
-    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, 3, H, D]
+    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
     x = attention(q, k, v, mask)
     x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
@@ -65,36 +65,36 @@ def mha(x, c_attn, c_proj, n_head, mask):
 
 
 def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
-    """Communicate, then compute; each adds to x, and no shape changes."""
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
     x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
 def gpt2(input_ids, attention_mask, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
-    """Score every token of the vocabulary as the next one, after each position.
+    """Compute, at each position, the logits of the token that comes next.
 
     input_ids and attention_mask: [B, T]; the mask is 1 at real tokens and 0 at padding.
-    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    Returns float32 logits [B, T, V]; if logits_to_keep > 0, of that many last positions only.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     T = input_ids.shape[1]
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
-    mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
-    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
+    mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
+    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
     for block in blocks:
         x = transformer_block(x, **block, n_head=n_head, mask=mask)
     x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
-    return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
+    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
     """Lists of token ids -> input_ids [B, T] int64, attention_mask [B, T] float32.
 
-    Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
+    Pads on the left, with 0 in both. ValueError if there is no prompt, or an empty one.
     """
-    if len(prompts) == 0 or 0 in map(len, prompts):
+    if len(prompts) == 0 or min(map(len, prompts)) == 0:
         raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
     T = max(map(len, prompts))
     input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
@@ -103,19 +103,19 @@ def pad_batch(prompts):
 
 
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
-    """Continue token ids greedily: always with the likeliest next token.
+    """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
-    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
+    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
-                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
+    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+        raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
+                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
         logits = gpt2(input_ids, attention_mask, **params, n_head=n_head, logits_to_keep=1)
         next_ids = np.argmax(logits, axis=-1)                    # [B, 1, V] -> [B, 1]
-        input_ids = np.concatenate([input_ids, next_ids], axis=-1)  # [B, T] -> [B, T + 1]
+        input_ids = np.concatenate([input_ids, next_ids], axis=-1)  # one more column
         attention_mask = np.pad(attention_mask, [(0, 0), (0, 1)], constant_values=1)
     return input_ids[:, T:]
 

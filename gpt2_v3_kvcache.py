@@ -1,11 +1,11 @@
 """GPT-2 in NumPy, version 3: a KV cache, so that the past is not recomputed.
 
-No position looks ahead, so what a layer computed for it still holds when more tokens follow. All
-that they need of it is its key and its value, so each layer keeps these. Generation now has two
-stages: prefill runs the whole prompt in one pass, then decode runs one new token a pass.
+Attention is causal, so what a layer computes for a position does not depend on later tokens. Later
+tokens read only its key and its value, so each layer keeps those two. Generation now has two
+stages: prefill runs the whole prompt in one pass, then decode runs one new token per pass.
 
-What it saves: for 20 tokens after 10, 29 positions go through the model, not 390. What it costs:
-memory, 2 * n_layer * B * S * E floats, and np.concatenate copies all of it for each token.
+What it saves: for a prompt of 10 and 20 new tokens, 29 positions go through the model, not 390.
+What it costs: memory, 2 * n_layer * B * S * E floats, which np.concatenate copies at every step.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -24,7 +24,7 @@ def gelu(x):
 
 
 def softmax(x):
-    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
     exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
 
@@ -37,13 +37,13 @@ def layer_norm(x, g, b, eps=1e-5):
 
 
 def linear(x, w, b):
-    """Mix the features of each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one product
+    """Apply a linear layer to each position; w is [in, out], b is [out]."""
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
 def ffn(x, c_fc, c_proj):
-    """Work on each position by itself, four times as wide in between."""
+    """Feed-forward network: each position by itself, widened to 4E and projected back."""
     x = gelu(linear(x, **c_fc))                                  # [B, T, E] -> [B, T, 4E]
     return linear(x, **c_proj)                                   # [B, T, 4E] -> [B, T, E]
 
@@ -55,9 +55,9 @@ def attention(q, k, v, mask):
 
 
 def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None):
-    """Let each position gather from those before it, in n_head ways at once."""
+    """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
-    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, 3, H, D]
+    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
     if layer_cache is not None:
         if layer_cache["k"] is not None:
@@ -70,32 +70,32 @@ def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None):
 
 
 def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None):
-    """Communicate, then compute; each adds to x, and no shape changes."""
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
     x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, layer_cache=layer_cache)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
 def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
-    """Score every token of the vocabulary as the next one, after each position.
+    """Compute, at each position, the logits of the token that comes next.
 
-    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may look and
-    -1e10 elsewhere; kv_caches: one {"k", "v"} per layer, which get the new keys and values.
-    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may attend,
+    -1e10 elsewhere; kv_caches: a {"k", "v"} per layer, extended in place, or None for no cache.
+    Returns float32 logits [B, T, V]; if logits_to_keep > 0, of that many last positions only.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    for block, layer_cache in zip(blocks, kv_caches):
+    for block, layer_cache in zip(blocks, kv_caches or [None] * len(blocks)):
         x = transformer_block(x, **block, n_head=n_head, mask=mask, layer_cache=layer_cache)
     x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
-    return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
+    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
     """Lists of token ids -> input_ids [B, T] int64, attention_mask [B, T] float32.
 
-    Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
+    Pads on the left, with 0 in both. ValueError if there is no prompt, or an empty one.
     """
-    if len(prompts) == 0 or 0 in map(len, prompts):
+    if len(prompts) == 0 or min(map(len, prompts)) == 0:
         raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
     T = max(map(len, prompts))
     input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
@@ -104,28 +104,28 @@ def pad_batch(prompts):
 
 
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
-    """Continue token ids greedily: always with the likeliest next token.
+    """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
-    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
+    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
-                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
+    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+        raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
+                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     kv_caches = [{"k": None, "v": None} for _ in params["blocks"]]
 
     # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
-    mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
-    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
+    mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
+    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
     logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
     next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
-    # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
-    # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
+    # Decode: one token per pass. No key is in its future, so the causal mask is gone; the padding
+    # mask stays, a column longer each time; its position is its row's last + 1, not its column.
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
                        total=n_tokens_to_generate):

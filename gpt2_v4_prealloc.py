@@ -1,11 +1,12 @@
 """GPT-2 in NumPy, version 4: a preallocated cache, so that the past is not copied.
 
-np.concatenate makes a new array for each token and copies the whole past into it: 33.6 million
-token entries by the time there are 8,192. But how long a generation can get is known beforehand.
-So the buffers are allocated once, in full; new keys and values are written into the next free
-slots, and attention gets views of the filled ones. The padding mask, too, is made once and cut.
+np.concatenate makes a new array at every step and copies the whole past into it: on the way to
+8,192 positions, 1 + 2 + ... + 8,191 = 33.6 million entries in every layer. But the final length,
+T + n - 1, is known before the first step. So the buffers are allocated once at that size; new keys
+and values are written into the next free slots, and attention reads views of the filled ones. The
+padding mask, too, is built once and sliced.
 
-What it costs: the memory is reserved from the start, filled or not.
+What it costs: memory for the whole generation is reserved from the start.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
@@ -24,7 +25,7 @@ def gelu(x):
 
 
 def softmax(x):
-    """Turn the last axis into probabilities; without its maximum, so that exp can't overflow."""
+    """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
     exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
 
@@ -37,13 +38,13 @@ def layer_norm(x, g, b, eps=1e-5):
 
 
 def linear(x, w, b):
-    """Mix the features of each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one product
+    """Apply a linear layer to each position; w is [in, out], b is [out]."""
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
 def ffn(x, c_fc, c_proj):
-    """Work on each position by itself, four times as wide in between."""
+    """Feed-forward network: each position by itself, widened to 4E and projected back."""
     x = gelu(linear(x, **c_fc))                                  # [B, T, E] -> [B, T, 4E]
     return linear(x, **c_proj)                                   # [B, T, 4E] -> [B, T, E]
 
@@ -55,12 +56,12 @@ def attention(q, k, v, mask):
 
 
 def kv_cache_bytes(n_layer, batch, n_positions, n_head, head_dim, bytes_per_value=4):
-    """Size of a cache, in bytes; the 2 is for keys and values."""
+    """Size of a cache in bytes: 2 for keys and values; under GQA, n_head counts the KV heads."""
     return 2 * n_layer * batch * n_positions * n_head * head_dim * bytes_per_value
 
 
 class KVCache:
-    """Keys and values of all layers, [B, H, capacity, D] each; every layer knows its length."""
+    """Keys and values [n_layer, B, H, capacity, D]; lengths: the positions each layer holds."""
 
     def __init__(self, n_layer, batch, n_head, capacity, head_dim, dtype=np.float32):
         self.keys = np.empty((n_layer, batch, n_head, capacity, head_dim), dtype)
@@ -68,16 +69,18 @@ class KVCache:
         self.lengths = [0] * n_layer
 
     def update(self, layer, k, v):
-        """Append k and v [B, H, T, D]; return views of all so far, twice [B, H, S, D].
+        """Append k and v [B, H, T, D]; return views of all keys and values so far, [B, H, S, D].
 
-        ValueError if they don't fit in shape or in number; the cache is then as before.
+        ValueError, with nothing written, if they don't match the cache or exceed its capacity.
         """
         keys, values, start = self.keys[layer], self.values[layer], self.lengths[layer]
-        if not k.shape == v.shape == keys.shape[:2] + k.shape[2:3] + keys.shape[3:]:
+        B, H, capacity, D = keys.shape
+        T = k.shape[-2]
+        if not k.shape == v.shape == (B, H, T, D):
             raise ValueError(f"k {k.shape} and v {v.shape} don't fit a cache of {keys.shape}")
-        end = start + k.shape[2]
-        if end > keys.shape[2]:
-            raise ValueError(f"{end} positions exceed the cache's capacity of {keys.shape[2]}")
+        end = start + T
+        if end > capacity:
+            raise ValueError(f"{end} positions exceed the cache's capacity of {capacity}")
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
         self.lengths[layer] = end
@@ -92,7 +95,7 @@ class KVCache:
         return self.lengths[0]
 
     def truncate(self, length):
-        """Forget all from position length on. ValueError if a layer doesn't reach that far."""
+        """Keep the first length positions of each layer. ValueError if one holds fewer."""
         if not 0 <= length <= min(self.lengths):
             raise ValueError(f"can't truncate to {length} positions of {self.lengths}")
         self.lengths = [length] * len(self.lengths)
@@ -103,14 +106,14 @@ class KVCache:
 
     @property
     def nbytes(self):
-        """Bytes allocated, filled or not."""
+        """Bytes allocated, filled or not: kv_cache_bytes of the capacity."""
         return self.keys.nbytes + self.values.nbytes
 
 
 def mha(x, c_attn, c_proj, n_head, mask, kv_caches=None, layer=None):
-    """Let each position gather from those before it, in n_head ways at once."""
+    """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
-    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, 3, H, D]
+    qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
     if kv_caches is not None:
         k, v = kv_caches.update(layer, k, v)                     # [B, H, T, D] -> [B, H, S, D]
@@ -120,18 +123,18 @@ def mha(x, c_attn, c_proj, n_head, mask, kv_caches=None, layer=None):
 
 
 def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, kv_caches=None, layer=None):
-    """Communicate, then compute; each adds to x, and no shape changes."""
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
     x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, kv_caches=kv_caches,
                 layer=layer)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
 def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
-    """Score every token of the vocabulary as the next one, after each position.
+    """Compute, at each position, the logits of the token that comes next.
 
-    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may look and
-    -1e10 elsewhere; kv_caches: a KVCache, which gets the new keys and values, or None.
-    Returns float32 logits [B, T, V], or those of the last logits_to_keep positions alone.
+    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may attend,
+    -1e10 elsewhere; kv_caches: a KVCache, extended in place, or None for no cache.
+    Returns float32 logits [B, T, V]; if logits_to_keep > 0, of that many last positions only.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
@@ -139,15 +142,15 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
         x = transformer_block(x, **block, n_head=n_head, mask=mask, kv_caches=kv_caches,
                               layer=layer)
     x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
-    return linear(x, wte.T, 0)                                   # [B, T, E] -> [B, T, V]
+    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
     """Lists of token ids -> input_ids [B, T] int64, attention_mask [B, T] float32.
 
-    Padding on the left, 0 in both. ValueError without a prompt, or for one without a token.
+    Pads on the left, with 0 in both. ValueError if there is no prompt, or an empty one.
     """
-    if len(prompts) == 0 or 0 in map(len, prompts):
+    if len(prompts) == 0 or min(map(len, prompts)) == 0:
         raise ValueError("a batch needs at least one prompt, and each prompt at least one token")
     T = max(map(len, prompts))
     input_ids = [[0] * (T - len(prompt)) + list(prompt) for prompt in prompts]
@@ -156,29 +159,29 @@ def pad_batch(prompts):
 
 
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
-    """Continue token ids greedily: always with the likeliest next token.
+    """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns the new ids alone, [B, n_tokens_to_generate].
-    ValueError if T + n_tokens_to_generate - 1 > n_ctx: the last token is never fed back.
+    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
+    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if not 1 <= n_tokens_to_generate <= n_ctx - T + 1:
-        raise ValueError(f"can't generate {n_tokens_to_generate} tokens after {T}: at least 1 "
-                         f"and, with n_ctx {n_ctx}, at most {n_ctx - T + 1}")
+    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+        raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
+                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     n_layer, head_dim = len(params["blocks"]), params["wte"].shape[1] // n_head
     kv_caches = KVCache(n_layer, len(input_ids), n_head, T + n_tokens_to_generate - 1, head_dim)
 
     # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
-    mask = causal + padding[:, None, None, :]                    # [B, 1, T, T]
-    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)
+    mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
+    pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
     logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
     next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
-    # Decode: one token a pass. Every cached key is in its past, so the causal mask is gone.
-    # Padded keys stay hidden. Its position is one past the row's last, whatever the column.
+    # Decode: one token per pass. No key is in its future, so the causal mask is gone; the padding
+    # mask stays, a column longer each time; its position is its row's last + 1, not its column.
     padding = np.pad(padding, [(0, 0), (0, n_tokens_to_generate - 1)])  # [B, T] -> [B, capacity]
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,

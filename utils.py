@@ -13,10 +13,10 @@ from encoder import END_OF_TEXT, load_encoder, read_json
 
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 MODEL_FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
-# config.json's names of the sizes, which have OpenAI's names here
+# OpenAI's names of the sizes, which are ours -> their names in Hugging Face's config.json
 SIZES = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
          "n_head": "n_head", "n_layer": "n_layer"}
-# what the scripts compute: the settings of config.json, and the values that mean just that
+# settings of config.json that the scripts have built in: their values, first what is assumed
 SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
             "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
             "scale_attn_by_inverse_layer_idx": [False]}
@@ -33,13 +33,13 @@ def load_encoder_hparams_and_params(model="tiny", models_dir=MODELS_DIR):
         {"wte": [V, E], "wpe": [n_ctx, E], "blocks": [block, ...], "ln_f": {"g": [E], "b": [E]}}
 
     where a block is {"ln_1", "attn": {"c_attn", "c_proj"}, "ln_2", "mlp": {"c_fc", "c_proj"}},
-    and a linear layer {"w": [in, out], "b": [out]}. FileNotFoundError for what isn't there,
-    ValueError for what doesn't fit; both say where and what.
+    and a linear layer {"w": [in, out], "b": [out]}. FileNotFoundError if a file is missing,
+    ValueError if it is not what it should be; both say which, and what is wrong.
     """
     folder = find_model(model, models_dir)
     for name in MODEL_FILES:
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} is not a whole model: it has no {name}")
+            raise FileNotFoundError(f"{folder} is incomplete: it has no {name}")
     encoder = load_encoder(folder)
     hparams = load_hparams(folder / "config.json")
     if len(encoder.tokens) != hparams["n_vocab"]:
@@ -55,7 +55,7 @@ def find_model(model, models_dir=MODELS_DIR):
         return Path(models_dir) / model
     if Path(model).is_dir():
         return Path(model)
-    raise FileNotFoundError(f"no model {str(model)!r}: it is no folder, and {models_dir} has "
+    raise FileNotFoundError(f"no model {str(model)!r}: it is not a folder, and {models_dir} has "
                             f"{', '.join(names) or 'none'}")
 
 
@@ -86,11 +86,11 @@ def load_params(path, hparams):
     with open(path, "rb") as file:
         header_length = int.from_bytes(file.read(8), "little")
         if header_length > path.stat().st_size - 8:
-            raise ValueError(f"{path} is cut off, or no safetensors file")
+            raise ValueError(f"{path} is cut off, or not a safetensors file")
         try:
             header = json.loads(file.read(header_length))
         except ValueError as error:
-            raise ValueError(f"{path}: its header is no JSON: {error}") from None
+            raise ValueError(f"{path}: its header is not JSON: {error}") from None
 
         def tensor(name, *shape):
             info = header.get(name) or header.get(f"transformer.{name}")

@@ -64,7 +64,7 @@ def random_params(hparams, seed=0):
 
 
 def write_safetensors(path, tensors, number_type="F32", prefix="", pad=0):
-    """Header length, JSON header, data. pad: more spaces after the header, to misalign the data."""
+    """Header length, JSON header, data. pad: more spaces in the header, to misalign the data."""
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, tensor in tensors.items():
         raw = NUMBER_TYPES[number_type](tensor)
@@ -103,7 +103,7 @@ def write_scripted_model(folder, script):
 
 
 def visible(attention_mask, start, stop):
-    """The additive mask [B, 1, T, S] for queries start to stop: key_pos <= query_pos, no padding."""
+    """The additive mask [B, 1, T, S] of queries start to stop: key <= query, and no padding."""
     query, key = np.arange(start, stop)[:, None], np.arange(stop)
     seen = (key <= query) & (attention_mask[:, None, None, :stop] != 0)
     return np.where(seen, 0, -1e10).astype(np.float32)

@@ -38,7 +38,8 @@ def expected(tiny):
     texts = {}
     for prompt in PROMPTS:
         ids = encoder.encode(prompt) or [encoder.end_of_text]
-        texts[prompt] = prompt + encoder.decode(gpt2_v1.generate(ids, params, hparams["n_head"], 12))
+        new_ids = gpt2_v1.generate(ids, params, hparams["n_head"], 12)
+        texts[prompt] = prompt + encoder.decode(new_ids)
     return texts
 
 

@@ -48,8 +48,8 @@ def test_published_ids(openai):
 # 0xFF is the last of the printable bytes: 94 of ASCII, 12 from 0xA1, 82 from 0xAE, so id 187. The
 # bytes 0x80 to 0xA0 follow the 33 control characters, 0x7F among them: 188 + 34 + (byte - 0x80).
 @pytest.mark.parametrize("raw, ids", [
-    (b"\xff", [187]), (b"\xfe\xff\xff", [186, 187, 187]), (b"\x80", [222]), (b"a\xffb", [64, 187, 65]),
-    (b" \xff", [220, 187]), (b"\xff<|endoftext|>\xff", [187, 50256, 187]),
+    (b"\xff", [187]), (b"\xfe\xff\xff", [186, 187, 187]), (b"\x80", [222]),
+    (b"a\xffb", [64, 187, 65]), (b" \xff", [220, 187]), (b"\xff<|endoftext|>\xff", [187, 50256, 187]),
 ])
 def test_bytes_that_are_no_utf8(openai, raw, ids):
     """They reach Python as surrogate escapes, from the command line for one."""
@@ -67,7 +67,7 @@ def test_cut_off_characters_become_replacement_characters(openai):
 
 
 def test_byte_symbols():
-    """Printable bytes stand for themselves; the table of the released vocabulary says Ġ for space."""
+    """Printable bytes stand for themselves; in the released vocabulary, Ġ stands for a space."""
     symbols = byte_symbols()
     assert sorted(symbols) == list(range(256)) and len(set(symbols.values())) == 256
     assert symbols[ord("A")] == "A" and symbols[0xFF] == "ÿ"
@@ -162,7 +162,7 @@ def test_merges_of_unknown_tokens(tmp_path, merges):
     ("merges.txt", b"\xff\xfe", "UTF-8"),
     ("vocab.json", b"\xff\xfe", "UTF-8"),
     ("vocab.json", b"{", "JSON"),
-    ("vocab.json", b"[1]", "JSON object"),
+    ("vocab.json", b"[1]", "a JSON object"),
     ("vocab.json", b"", "JSON"),
 ])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):

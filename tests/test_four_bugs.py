@@ -42,7 +42,7 @@ def check_positions(module, reference):
 
 
 def check_slots(module, reference):
-    """What the unfilled slots hold doesn't matter: NaN in one of them would spread to the logits."""
+    """What unfilled slots hold doesn't matter: NaN in one that is read would reach the logits."""
     class PoisonedCache(module.KVCache):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

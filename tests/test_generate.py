@@ -64,13 +64,22 @@ def test_greedy_tokens_of_transformers(module, reference, tiny):
 
 @pytest.mark.parametrize("module", BATCHED)
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, bool, np.float64])
-def test_attention_mask_of_any_dtype(module, dtype):
-    hparams = make_hparams()
+def test_attention_mask_of_any_dtype(module, dtype, monkeypatch):
+    """The same tokens, by way of float32 logits."""
+    hparams, original, dtypes = make_hparams(), module.gpt2, set()
     params = random_params(hparams)
     input_ids, attention_mask = pad_batch(PROMPTS)
     expected = module.generate(input_ids, attention_mask, params, hparams["n_head"], 20)
+
+    def noting(*args, **kwargs):
+        logits = original(*args, **kwargs)
+        dtypes.add(logits.dtype)
+        return logits
+
+    monkeypatch.setattr(module, "gpt2", noting)
     actual = module.generate(input_ids, attention_mask.astype(dtype), params, hparams["n_head"], 20)
     np.testing.assert_array_equal(actual, expected)
+    assert dtypes == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize("module", [gpt2_v1, *BATCHED])

@@ -101,7 +101,7 @@ def test_a_file_that_is_cut_off(tmp_path, tensors, keep):
 
 def test_another_file_in_its_place(tmp_path):
     (tmp_path / "x").write_bytes(b"<!DOCTYPE html><title>404</title>" * 100)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         load_params(tmp_path / "x", HPARAMS)
 
 

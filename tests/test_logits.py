@@ -60,6 +60,14 @@ def test_bundled_model_in_chunks(module, tiny):
 
 
 @pytest.mark.parametrize("module", CACHED)
+def test_without_a_cache(module, params):
+    input_ids, attention_mask = pad_batch(PROMPTS)
+    logits = module.gpt2(input_ids, positions(attention_mask), visible(attention_mask, 0, 10), None,
+                         **params, n_head=4)
+    assert_close(logits, gpt2_v2_padding.gpt2(input_ids, attention_mask, **params, n_head=4))
+
+
+@pytest.mark.parametrize("module", CACHED)
 def test_mha_without_a_cache_is_the_uncached_one(module, params):
     x = np.random.RandomState(1).randn(3, 10, 32).astype(np.float32)
     mask = visible(pad_batch(PROMPTS)[1], 0, 10)

@@ -1,4 +1,4 @@
-"""Make models/tiny: a byte-level BPE tokenizer and a small GPT-2, trained from nothing.
+"""Make models/tiny: a byte-level BPE tokenizer and a small GPT-2, trained from scratch.
 
     python models/tiny/train.py fairy_tales.txt --out models/tiny
 
@@ -12,9 +12,9 @@ document in fifty is held out. There are three stages:
    a small model that decodes greedily repeats itself: it decodes, and every token that
    completes an 8-gram it has already written is made less likely.
 
-The folder in --out always holds the best model so far, in float16 and in Hugging Face's
-layout. This makes the model, it is not part of the product, so it needs packages of its
-own: torch 2.9 or newer, transformers 5, tokenizers.
+Stage 2 keeps the model with the lowest held-out loss in --out; stage 3 starts from it, and
+replaces it at the end. Weights are float16, in Hugging Face layout. This script is not part
+of the product, and needs packages of its own: torch 2.9 or newer, transformers 5, tokenizers.
 """
 import argparse
 import copy
@@ -216,11 +216,11 @@ def train(model, corpus, options):
 def decode(model, ids, count):
     """Greedy: ids [B, T] -> [B, T + count]."""
     model.eval()
-    out = model(ids, use_cache=True)
+    next_ids, cache = ids, None
     for _ in range(count):
-        next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        out = model(next_ids, past_key_values=cache, use_cache=True)
+        next_ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
         ids = torch.cat([ids, next_ids], dim=1)
-        out = model(next_ids, past_key_values=out.past_key_values, use_cache=True)
     model.train()
     return ids
 
