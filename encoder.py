@@ -148,5 +148,5 @@ def load_encoder(folder):
         if vocab.get(symbol) != encoder.ids.get(symbol):
             raise ValueError(
                 f"{vocab_path} does not match {merges_path}: {symbol!r} has the id "
-                f"{vocab.get(symbol)}, and by the merges {encoder.ids.get(symbol)}")
+                f"{vocab.get(symbol)!r}, and by the merges {encoder.ids.get(symbol)}")
     return encoder

@@ -84,7 +84,7 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    for block, layer_cache in zip(blocks, kv_caches or [None] * len(blocks)):
+    for block, layer_cache in zip(blocks, kv_caches or [None] * len(blocks), strict=True):
         x = transformer_block(x, **block, n_head=n_head, mask=mask, layer_cache=layer_cache)
     x = layer_norm(x[:, -logits_to_keep:], **ln_f)               # x[:, -0:] is all of x
     return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]

@@ -1,8 +1,10 @@
 """Models on disk -> (encoder, hparams, params), and the command line that the scripts share."""
 import argparse
 import contextlib
+import io
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -202,7 +204,7 @@ class Job:
         if self.n_tokens_to_generate > room:
             parser.error(f"{longest} tokens of prompt and {self.n_tokens_to_generate} new ones "
                          f"exceed the model's context of {n_ctx}: shorten the prompt"
-                         + (f", or ask for at most {room} new ones" if room > 0 else ""))
+                         + (f", or take -n {room}" if room > 0 else ""))
         self.started = time.perf_counter()
 
     def print(self, new_ids):
@@ -223,15 +225,26 @@ class Job:
               file=sys.stderr)
 
 
+def discard_output():
+    """Let Python flush at exit what it could not write, without failing at that again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in sys.stdout, sys.stderr:
+        os.dup2(null, stream.fileno())
+
+
 @contextlib.contextmanager
 def command_line(docstring, max_prompts=None):
     """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
-    # UTF-8 in any locale, in which a prompt's bytes that are no UTF-8 go out as they came in; and
-    # line by line, so that a closed pipe is noticed here and not when Python exits
-    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook it is something else
+        # UTF-8 in any locale; a prompt's bytes that are not UTF-8 go out as they came in
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     try:
-        yield Job(docstring, max_prompts)
+        try:
+            yield Job(docstring, max_prompts)
+        finally:
+            print(end="", flush=True)             # to notice a closed pipe here, not at exit
     except KeyboardInterrupt:
         sys.exit(130)                             # 128 + SIGINT, as shells say it
     except BrokenPipeError:
+        discard_output()
         sys.exit(141)                             # 128 + SIGPIPE

@@ -1,8 +1,11 @@
 """The command line, by running it: text on stdout, all else on stderr, one line for a mistake."""
+import io
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -13,15 +16,26 @@ from helpers import write_scripted_model
 SCRIPTS = ["gpt2_v1.py", "gpt2_v2_padding.py", "gpt2_v3_kvcache.py", "gpt2_v4_prealloc.py"]
 BATCHED = SCRIPTS[1:]
 V3 = "gpt2_v3_kvcache.py"
-PROMPTS = ["Once upon a time", "", "The old woman said to the boy,"]
+PROMPTS = ["Once upon a time", "", "The old woman said to the boy,", " "]
+# a plain environment: no PYTHONUNBUFFERED, no TQDM_DISABLE
+ENVIRONMENT = {name: value for name, value in os.environ.items()
+               if not name.startswith(("PYTHON", "TQDM"))}
 
 
 def command(script, *arguments):
     return [sys.executable, str(ROOT / script), *arguments]
 
 
-def run(script, *arguments, **options):
-    return subprocess.run(command(script, *arguments), capture_output=True, timeout=60, **options)
+def run(script, *arguments, env=ENVIRONMENT, **options):
+    return subprocess.run(command(script, *arguments), capture_output=True, timeout=60, env=env,
+                          **options)
+
+
+def start(script, *arguments):
+    """A process that takes Ctrl-C, which a shell's background jobs do not."""
+    return subprocess.Popen(
+        command(script, *arguments), env=ENVIRONMENT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def text_of(script, *arguments, **options):
@@ -59,9 +73,17 @@ def test_a_batch_prints_what_its_prompts_print_alone(script, expected):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_progress_and_speed_go_to_stderr(script):
     """One tick a token, then a line: tokens, seconds, tokens a second."""
+    began = time.monotonic()
     stderr = run(script, "Once", "-n", "7").stderr.decode()
     assert "7/7" in stderr
-    assert re.fullmatch(r"7 tokens in \d+\.\d\d s, \d+\.\d tokens/s", stderr.splitlines()[-1])
+    line = re.fullmatch(r"7 tokens in (\d+\.\d\d) s, \d+\.\d tokens/s", stderr.splitlines()[-1])
+    assert float(line[1]) <= time.monotonic() - began
+
+
+@pytest.mark.parametrize("script", BATCHED)
+def test_all_tokens_of_a_batch_count(script):
+    stderr = run(script, *PROMPTS, "-n", "3").stderr.decode()
+    assert "3/3" in stderr and stderr.splitlines()[-1].startswith("12 tokens in ")
 
 
 def test_40_tokens_by_default(tiny):
@@ -74,6 +96,7 @@ def test_40_tokens_by_default(tiny):
 def test_a_prompt_that_begins_with_a_dash():
     assert text_of(V3, "-n", "1", "--", "-n").startswith("-n")
     assert text_of(V3, "--", "-n", "--model").startswith("-n")
+    assert text_of(V3, "--", "--").startswith("--")
 
 
 def test_options_and_prompts_in_any_order(expected):
@@ -127,8 +150,9 @@ def test_help():
     (V3, ["word " * 600], "context of 512: shorten the prompt"),
     (V3, ["x", "-n", "0"], "0"),
     (V3, ["x", "-n", "-3"], "-3"),
-    (V3, ["x", "-n", "513"], "at most 512"),
-    (V3, ["x", "-n", "99999999999999999999999"], "at most 512"),
+    (V3, ["x", "word " * 600], "context of 512: shorten the prompt"),
+    (V3, ["x", "-n", "513"], "take -n 512"),
+    (V3, ["x", "-n", "99999999999999999999999"], "take -n 512"),
     (V3, ["x", "-n", "ten"], "'ten'"),
     (V3, ["x", "-n", "2.5"], "'2.5'"),
     (V3, ["x", "-n"], "-n"),
@@ -138,6 +162,7 @@ def test_help():
     (V3, ["x", "--models_dir", "/no\nwhere"], "/no where"),
     (V3, ["x", "--model", str(ROOT / "tests")], "config.json"),
     (V3, ["x", "--temperature", "1"], "--temperature"),
+    (V3, ["x", "--mod", "tiny"], "unknown option '--mod'"),
     (V3, ["--x\ny"], "unknown option '--x"),
     (V3, ["-prompt"], "put -- before a prompt that begins with -"),
 ], ids=lambda value: str(value)[:40])
@@ -158,8 +183,11 @@ def test_a_broken_model_is_one_line(tmp_path):
     assert result.returncode == 2 and "config.json: vocab_size is None" in line
 
 
-def test_the_last_position_of_the_context():
+def test_the_last_position_of_the_context(tmp_path):
     assert text_of(V3, "x", "-n", "512").startswith("x")
+    write_scripted_model(tmp_path / "m", [66, 67, 68])
+    assert text_of(V3, "abc", "-n", "1", "--model", "m", cwd=tmp_path) == "abce\n"
+    assert b"take -n 1\n" in run(V3, "abc", "-n", "2", "--model", "m", cwd=tmp_path).stderr
 
 
 def test_a_programming_error_keeps_its_traceback(tmp_path):
@@ -167,15 +195,15 @@ def test_a_programming_error_keeps_its_traceback(tmp_path):
     program = ("import sys, gpt2_v1; sys.argv[1:] = ['x']\n"
                "def generate(*arguments): raise ValueError('a bug')\n"
                "gpt2_v1.generate = generate; gpt2_v1.main()")
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
+                            env=ENVIRONMENT)
     assert result.returncode == 1
     assert b"Traceback" in result.stderr and b"ValueError: a bug" in result.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c(script):
-    with subprocess.Popen(command(script, "Once", "-n", "500"), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+    with start(script, "Once", "-n", "500") as process:
         seen = process.stderr.read(60)            # the bar has begun
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
@@ -186,8 +214,7 @@ def test_ctrl_c(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_closed_pipe(script):
-    with subprocess.Popen(command(script, "Once", "-n", "2"), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+    with start(script, "Once", "-n", "2") as process:
         process.stdout.close()
         stderr = process.stderr.read()
     assert process.returncode == 141
@@ -195,10 +222,25 @@ def test_a_closed_pipe(script):
 
 
 def test_help_into_a_closed_pipe():
-    with subprocess.Popen(command(V3, "-h"), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+    with start(V3, "-h") as process:
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_stderr_into_the_same_closed_pipe():
+    with subprocess.Popen(command(V3, "Once"), env=ENVIRONMENT, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        process.stdout.close()
+    assert process.returncode == 141
+
+
+def test_main_in_a_notebook(monkeypatch, tiny):
+    """There stdout is no file of Python's."""
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["gpt2_v1.py", "Once upon a time", "-n", "1"])
+    monkeypatch.setattr(sys, "stdout", output)
+    gpt2_v1.main()
+    assert output.getvalue().startswith("Once upon a time")
 
 
 def test_requests_waits_for_a_download():

@@ -127,7 +127,11 @@ def test_reset_reuses_the_buffers(cache):
     cache.reset()
     assert cache.length == 0
     k, v = random_kv(2, seed=3)
-    np.testing.assert_array_equal(cache.update(0, k, v)[0], k)
+    for layer in range(N_LAYER):
+        keys, values = cache.update(layer, k, v)
+        np.testing.assert_array_equal(keys, k)
+        np.testing.assert_array_equal(values, v)
+    assert cache.length == 2
 
 
 def test_dtype():

@@ -8,7 +8,7 @@ import gpt2_v3_kvcache
 import gpt2_v4_prealloc
 from gpt2_v2_padding import pad_batch
 from helpers import (logits_in_chunks, make_hparams, new_caches, positions, random_params,
-                     visible)
+                     random_tensors, to_params, visible)
 from test_generate import PROMPTS
 
 CACHED = [gpt2_v3_kvcache, gpt2_v4_prealloc]
@@ -95,6 +95,28 @@ def test_logits_to_keep(params):
         kept = module.gpt2(batch[0], positions(batch[1]), mask, caches, **params, n_head=4,
                            logits_to_keep=2)
         assert_close(kept, gpt2_v2_padding.gpt2(*batch, **params, n_head=4)[:, -2:])
+
+
+class Weight(np.ndarray):
+    """A weight that notes the shape of whatever it is matrix-multiplied with."""
+
+    shapes = []
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        if ufunc is np.matmul:
+            self.shapes.append(inputs[0].shape)
+        return getattr(ufunc, method)(*[np.asarray(x) for x in inputs], **options)
+
+
+@pytest.mark.parametrize("module", [gpt2_v2_padding, *CACHED])
+def test_one_matrix_product_for_a_batch(module):
+    """Each weight is read once, for all B * T rows; the unembedding for the B that are needed."""
+    tensors = random_tensors(HPARAMS)
+    Weight.shapes.clear()
+    params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
+    module.generate(*pad_batch(PROMPTS), params, 4, 1)
+    linears = [(30, 32), (30, 32), (30, 32), (30, 128)]   # c_attn, c_proj, c_fc, c_proj
+    assert Weight.shapes == linears * 2 + [(3, 32)]
 
 
 # Expected values from Transformers' GPT2LMHeadModel in float32, made by

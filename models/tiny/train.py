@@ -43,8 +43,10 @@ def parse_options():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="the training text")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the tokenizer and the model in --out")
     parser.add_argument("--minutes", type=float, default=90,
-                        help="stage 2; 0 goes on from the model in --out (default: 90)")
+                        help="stage 2; 0 leaves it out (default: 90)")
     parser.add_argument("--unloop_minutes", type=float, default=6,
                         help="stage 3; 0 leaves it out (default: 6)")
     parser.add_argument("--vocab_size", type=int, default=2048)
@@ -141,6 +143,12 @@ def new_model(corpus, options):
         bos_token_id=corpus.end, eos_token_id=corpus.end))
 
 
+def load(options):
+    """The model in --out, in float32, with the dropout of the options."""
+    return GPT2LMHeadModel.from_pretrained(
+        options.out, dtype=torch.float32, resid_pdrop=options.dropout, embd_pdrop=options.dropout)
+
+
 def save(model, out):
     """Write config.json and model.safetensors, in float16."""
     half = copy.deepcopy(model).half()
@@ -186,7 +194,8 @@ def train(model, corpus, options):
             return model(ids, labels=ids).loss
 
     model.train()
-    started, step, progress, best, running = time.time(), 0, 0.0, math.inf, None
+    best = held_out_loss(model, corpus)
+    started, step, progress, running = time.time(), 0, 0.0, None
     while progress < 1:
         # the schedule follows the clock: 100 steps of warm-up, then a cosine down to 1%
         cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress))
@@ -274,16 +283,15 @@ def main():
     options = parse_options()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    if options.minutes:
+    if not options.resume:
         train_tokenizer(options)
     corpus = Corpus(options)
-    print(f"{corpus.train.numel():,} training and {corpus.held_out.numel():,} held-out "
-          f"tokens", flush=True)
+    model = load(options) if options.resume else new_model(corpus, options)
+    print(f"{model.num_parameters():,} parameters, {corpus.train.numel():,} training and "
+          f"{corpus.held_out.numel():,} held-out tokens", flush=True)
     if options.minutes:
-        model = new_model(corpus, options)
-        print(f"{model.num_parameters():,} parameters", flush=True)
         train(model, corpus, options)
-    model = GPT2LMHeadModel.from_pretrained(options.out, dtype=torch.float32)
+        model = load(options)                     # the best of them
     if options.unloop_minutes:
         unloop(model, corpus, options)
     for prompt in PROMPTS:

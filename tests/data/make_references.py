@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE.parent), str(ROOT)]
 
 from helpers import make_hparams, random_tensors  # noqa: E402
 
@@ -28,7 +29,7 @@ TINY_PROMPTS = [[502, 11, 263, 900, 5, 77, 1024, 2047, 301, 64, 8, 1999], [31, 7
 TEXTS = [
     "", " ", "  ", "\n", "\n\n\n", "\t\t x", " \n \n", "Hello world", "hello  world   !", "   lead",
     "trail   ", "a\nb\r\nc", "tab\tand\x0bvertical\x0cfeed",
-    "it's we're I've I'm he'll she'd don't", "IT'S WE'RE", "'s't're've'm'll'd", "''''", "o'clock's",
+    "it's we're I've I'm he'll she'd don't", "IT'S WE'RE 'Twas 'Mid", "'s't're've'm'll'd", "''''", "o'clock's",
     "1234567890", " 3.14159, 1e-10", "2nd 3rd x2y", "abc123def", "snake_case camelCase", "a+b=c;//!?",
     "naïve café façade", "e\u0301 cafe\u0301 n\u0303", "Zürich straße ŒUVRE", "Ελληνικά кириллица",
     "日本語のテキスト", "中文,没有空格。", "한국어 문장", "עברית ועוד", "العربية ٠١٢٣٤٥٦٧٨٩", "हिन्दी में",
@@ -87,7 +88,7 @@ def main():
     (HERE / "encoder_ids.json").write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     logits, greedy = run(random_model(make_hparams()), PROMPTS)
     tiny = GPT2LMHeadModel.from_pretrained(
-        HERE.parent.parent / "models" / "tiny", dtype=torch.float32).eval()
+        ROOT / "models" / "tiny", dtype=torch.float32).eval()
     tiny_logits, tiny_greedy = run(tiny, TINY_PROMPTS)
     np.savez_compressed(HERE / "transformers.npz", logits=logits, greedy=greedy,
                         tiny_logits=tiny_logits, tiny_greedy=tiny_greedy)
