@@ -1,8 +1,12 @@
+import os
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
+# before NumPy starts: on models this small, BLAS threads mostly wait for each other
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                     # so that pytest runs from any folder
