@@ -2,7 +2,8 @@
 
 Attention is causal, so what a layer computes for a position does not depend on later tokens. Later
 tokens read only its key and its value, so each layer keeps those two. Generation now has two
-stages: prefill runs the whole prompt in one pass, then decode runs one new token per pass.
+stages: prefill runs the whole prompt in one pass, then decode runs one new token per pass. Their
+masks and positions differ, so these are now made in generate.
 
 What it saves: for a prompt of 10 and 20 new tokens, 29 positions go through the model, not 390.
 What it costs: memory, 2 * n_layer * B * S * E floats, which np.concatenate copies at every step.
@@ -125,7 +126,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
     # Decode: one token per pass. No key is in its future, so the causal mask is gone; the padding
-    # mask stays, a column longer each time; its position is its row's last + 1, not its column.
+    # mask stays and grows by a column; the token's position is its row's last + 1, not its column.
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
                        total=n_tokens_to_generate):

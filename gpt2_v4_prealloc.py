@@ -56,7 +56,7 @@ def attention(q, k, v, mask):
 
 
 def kv_cache_bytes(n_layer, batch, n_positions, n_head, head_dim, bytes_per_value=4):
-    """Size of a cache in bytes: 2 for keys and values; under GQA, n_head counts the KV heads."""
+    """Size of a cache in bytes: 2 for keys and values; n_head is the number of KV heads."""
     return 2 * n_layer * batch * n_positions * n_head * head_dim * bytes_per_value
 
 
@@ -181,7 +181,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 
     # Decode: one token per pass. No key is in its future, so the causal mask is gone; the padding
-    # mask stays, a column longer each time; its position is its row's last + 1, not its column.
+    # mask stays and grows by a column; the token's position is its row's last + 1, not its column.
     padding = np.pad(padding, [(0, 0), (0, n_tokens_to_generate - 1)])  # [B, T] -> [B, capacity]
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,

@@ -144,9 +144,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few, at least 1 is needed")
-    return int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return number
 
 
 def make_parser(docstring):
@@ -202,8 +206,8 @@ class Job:
         longest = max(map(len, self.prompts))
         room = n_ctx - longest + 1                # the last new token is never fed back
         if self.n_tokens_to_generate > room:
-            parser.error(f"{longest} tokens of prompt and {self.n_tokens_to_generate} new ones "
-                         f"exceed the model's context of {n_ctx}: shorten the prompt"
+            parser.error(f"{longest} + {self.n_tokens_to_generate} tokens, prompt and new, exceed "
+                         f"the model's context of {n_ctx}: shorten the prompt"
                          + (f", or take -n {room}" if room > 0 else ""))
         self.started = time.perf_counter()
 
