@@ -129,10 +129,10 @@ def load_params(path, hparams):
                   "wpe": tensor("wpe.weight", hparams["n_ctx"], E),
                   "blocks": [block(f"h.{layer}") for layer in range(hparams["n_layer"])],
                   "ln_f": norm("ln_f")}
-        if "lm_head.weight" in header:
-            if not np.array_equal(tensor("lm_head.weight", V, E), params["wte"]):
-                raise ValueError(f"{path}: lm_head.weight differs from wte.weight; in GPT-2 the "
-                                 f"two are one")
+        if "lm_head.weight" in header and not np.array_equal(
+                tensor("lm_head.weight", V, E), params["wte"]):
+            raise ValueError(f"{path}: lm_head.weight differs from wte.weight; in GPT-2 the two "
+                             f"are one")
     return params
 
 

@@ -11,6 +11,7 @@ from helpers import make_hparams, random_params
 
 BATCHED = [gpt2_v2_padding, gpt2_v3_kvcache, gpt2_v4_prealloc]
 PROMPTS = [[7, 3, 19, 1, 25, 8, 11, 4, 2, 15], [9, 2], [1, 6, 4, 22]]  # of the source article
+TINY_PROMPTS = [[502, 11, 263, 900, 5, 77, 1024, 2047, 301, 64, 8, 1999], [31, 7], [640, 641, 642]]
 SHAPES = [
     make_hparams(n_ctx=109),                      # 109 = 10 + 100 - 1: to the last position
     make_hparams(n_ctx=109, n_head=1),
@@ -57,9 +58,13 @@ def test_bundled_model_to_the_last_position(tiny):
 
 @pytest.mark.parametrize("module", BATCHED)
 def test_greedy_tokens_of_transformers(module, reference, tiny):
+    """Made by tests/data/make_references.py, from the same prompts."""
     hparams = make_hparams()
     actual = module.generate(*pad_batch(PROMPTS), random_params(hparams), hparams["n_head"], 20)
     np.testing.assert_array_equal(actual, reference["greedy"])
+    _, hparams, params = tiny
+    actual = module.generate(*pad_batch(TINY_PROMPTS), params, hparams["n_head"], 20)
+    np.testing.assert_array_equal(actual, reference["tiny_greedy"])
 
 
 @pytest.mark.parametrize("module", BATCHED)

@@ -9,11 +9,10 @@ import gpt2_v4_prealloc
 from gpt2_v2_padding import pad_batch
 from helpers import (logits_in_chunks, make_hparams, new_caches, positions, random_params,
                      random_tensors, to_params, visible)
-from test_generate import PROMPTS
+from test_generate import PROMPTS, TINY_PROMPTS
 
 CACHED = [gpt2_v3_kvcache, gpt2_v4_prealloc]
 CHUNKS = [[10], [4, 3, 1, 1, 1], [1] * 10, [9, 1], [1, 9]]   # prefix + chunk + single tokens
-TINY_PROMPTS = [[502, 11, 263, 900, 5, 77, 1024, 2047, 301, 64, 8, 1999], [31, 7], [640, 641, 642]]
 HPARAMS = make_hparams()
 
 

@@ -14,7 +14,8 @@ document in fifty is held out. There are three stages:
 
 Stage 2 keeps the model with the lowest held-out loss in --out; stage 3 starts from it, and
 replaces it at the end. Weights are float16, in Hugging Face layout. This script is not part
-of the product, and needs packages of its own: torch 2.9 or newer, transformers 5, tokenizers.
+of the product, and needs packages of its own; it ran with torch 2.13.0, transformers 5.24.0
+and tokenizers 0.23.3.
 """
 import argparse
 import copy
@@ -138,7 +139,7 @@ def new_model(corpus, options):
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=corpus.tokenizer.get_vocab_size(), n_positions=options.n_ctx,
         n_embd=options.n_embd, n_layer=options.n_layer, n_head=options.n_head,
-        # dropped attention weights would leave PyTorch's fused attention: three times slower
+        # PyTorch's fused attention on the CPU can't drop attention weights
         resid_pdrop=options.dropout, embd_pdrop=options.dropout, attn_pdrop=0.0,
         bos_token_id=corpus.end, eos_token_id=corpus.end))
 
