@@ -1,20 +1,34 @@
-"""Models on disk -> (encoder, hparams, params), and the command line that the scripts share."""
+"""Models on disk -> (encoder, hparams, params); their download; the scripts' command line."""
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
+import tqdm
+
+try:
+    import fcntl
+except ImportError:                               # on Windows, which has no such locks
+    fcntl = None
 
 from encoder import END_OF_TEXT, load_encoder, read_json
 
 MODELS_DIR = Path(__file__).resolve().parent / "models"
-MODEL_FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
+MODEL_FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
+# OpenAI's models -> where the Hugging Face Hub has them; it has others, all named owner/name
+REPOS = {"124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
+         "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl"}
+REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+TIMEOUT = 10, 30                                  # seconds: to connect; without a single byte
 # OpenAI's names of the sizes, which are ours -> their names in Hugging Face's config.json
 SIZES = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
          "n_head": "n_head", "n_layer": "n_layer"}
@@ -23,42 +37,75 @@ SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_py
             "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
             "scale_attn_by_inverse_layer_idx": [False]}
 # safetensors' number types; NumPy has no bfloat16, which is the upper half of a float32
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 def load_encoder_hparams_and_params(model="tiny", models_dir=MODELS_DIR):
-    """Load a model: a folder in Hugging Face layout, or the name of one in models_dir.
+    """Load a model: by its name, or from a folder in Hugging Face layout.
 
-    Returns the Encoder; hparams {"n_vocab", "n_ctx", "n_embd", "n_head", "n_layer"}; and
+    Names are those of the folders in models_dir; "124M", "355M", "774M" and "1558M", OpenAI's
+    GPT-2; and any "owner/name" on the Hugging Face Hub. What models_dir lacks is downloaded into
+    it. Returns the Encoder; hparams {"n_vocab", "n_ctx", "n_embd", "n_head", "n_layer"}; and
     params, all of it aligned, C-contiguous float32 (E n_embd, V n_vocab):
 
         {"wte": [V, E], "wpe": [n_ctx, E], "blocks": [block, ...], "ln_f": {"g": [E], "b": [E]}}
 
     where a block is {"ln_1", "attn": {"c_attn", "c_proj"}, "ln_2", "mlp": {"c_fc", "c_proj"}},
     and a linear layer {"w": [in, out], "b": [out]}. FileNotFoundError if a file is missing,
-    ValueError if it is not what it should be; both say which, and what is wrong.
+    ValueError if it is not what it should be, DownloadError if it can't be fetched; all say
+    which file, and what is wrong.
     """
     folder = find_model(model, models_dir)
     for name in MODEL_FILES:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} is incomplete: it has no {name}")
-    encoder = load_encoder(folder)
-    hparams = load_hparams(folder / "config.json")
-    if len(encoder.tokens) != hparams["n_vocab"]:
-        raise ValueError(f"{folder}: vocab.json has {len(encoder.tokens)} tokens, config.json "
-                         f"says {hparams['n_vocab']}")
+        check_file(folder / name)
+    encoder, hparams = load_encoder_and_hparams(folder)
     return encoder, hparams, load_params(folder / "model.safetensors", hparams)
 
 
 def find_model(model, models_dir=MODELS_DIR):
-    """Return the folder of a model; FileNotFoundError says which there are."""
-    names = sorted(config.parent.name for config in Path(models_dir).glob("*/config.json"))
-    if model in names:
-        return Path(models_dir) / model
-    if Path(model).is_dir():
-        return Path(model)
-    raise FileNotFoundError(f"no model {str(model)!r}: it is not a folder, and {models_dir} has "
-                            f"{', '.join(names) or 'none'}")
+    """Return the folder of a model, downloaded if need be; FileNotFoundError names those here."""
+    model, models_dir = str(model), Path(models_dir)
+    folder, here = models_dir / model, Path(model)
+    for path in folder, here:
+        if is_complete(path):
+            return path
+    # an owner/name may be a path as well: then it is the folder that is there
+    if model in REPOS or REPO.fullmatch(model) and (folder.is_dir() or not here.is_dir()):
+        return download_model(model, models_dir)
+    if here.is_dir():
+        return here
+    names = [path.name for path in sorted(models_dir.glob("*")) if is_complete(path)]
+    raise FileNotFoundError(
+        f"no model {model!r}: it is neither a folder, nor in {models_dir}, which has "
+        f"{', '.join(names) or 'none'}, nor one to download: {', '.join(REPOS)}, or an "
+        f"owner/name on the Hugging Face Hub")
+
+
+def is_complete(folder):
+    return all((folder / name).is_file() for name in MODEL_FILES)
+
+
+def check_file(path):
+    """Raise FileNotFoundError or ValueError unless there is a file, and a plausible one."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} is incomplete: it has no {path.name}")
+    with open(path, "rb") as file:
+        start = file.read(100).lstrip().lower()
+    if not start:
+        raise ValueError(f"{path} is empty: delete it and fetch it again")
+    if start.startswith((b"<!doctype html", b"<html")):
+        raise ValueError(f"{path} is a web page, not the file itself: delete it and fetch it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer; 'git lfs pull' fetches the file itself")
+
+
+def load_encoder_and_hparams(folder):
+    """Return (encoder, hparams): all but the weights. ValueError if they don't fit each other."""
+    encoder, hparams = load_encoder(folder), load_hparams(folder / "config.json")
+    if len(encoder.tokens) != hparams["n_vocab"]:
+        raise ValueError(f"{folder}: vocab.json has {len(encoder.tokens)} tokens, config.json "
+                         f"says {hparams['n_vocab']}")
+    return encoder, hparams
 
 
 def load_hparams(path):
@@ -76,40 +123,83 @@ def load_hparams(path):
     return {name: config[key] for name, key in SIZES.items()}
 
 
+def read_safetensors_header(file):
+    """Return where tensors are: {name: (dtype, shape, first byte, end)}, counted in the file.
+
+    The format: 8 bytes, little-endian, with the length of the header; the header, JSON, name ->
+    {dtype, shape, data_offsets from the end of the header}; the data, without gaps. ValueError
+    if the file is not like this. Source: github.com/huggingface/safetensors.
+    """
+    size = os.fstat(file.fileno()).st_size
+    data_start = 8 + int.from_bytes(file.read(8), "little")
+    if data_start > size:
+        raise ValueError("not a safetensors file, or cut off in its header")
+    try:
+        header = json.loads(file.read(data_start - 8))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, info in header.items():
+        try:
+            dtype, shape, (start, end) = info["dtype"], info["shape"], info["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"its header has no dtype, shape and data_offsets for {name}, but "
+                             f"{str(info):.200}") from None
+        tensors[name] = str(dtype), tuple(shape), data_start + start, data_start + end
+    position = data_start
+    for name, (dtype, shape, start, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if start != position or end < start:
+            raise ValueError(f"{name} is said to be at bytes {start} to {end}, but the tensor "
+                             f"before it ends at {position}")
+        position = end
+    if position != size:
+        raise ValueError(f"it has {size} bytes, and not {position}, as its header says: it is "
+                         "cut off, or damaged; delete it and fetch it again")
+    return tensors
+
+
 def load_params(path, hparams):
     """Return the params in a safetensors file, as load_encoder_hparams_and_params does.
 
-    The format: 8 bytes, little-endian, with the length of the header; the header, JSON, name ->
-    {dtype, shape, data_offsets from the end of the header}; the data. OpenAI's files name their
-    tensors "wte.weight", those of Transformers "transformer.wte.weight". What isn't a weight
-    (the causal mask, in old files) is not read.
+    OpenAI's files name their tensors "wte.weight", those of Transformers
+    "transformer.wte.weight". The causal masks in old files, attn.bias and attn.masked_bias, are
+    not read. ValueError if a tensor is not what hparams asks for, or not finite.
     """
     V, E = hparams["n_vocab"], hparams["n_embd"]
     with open(path, "rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        if header_length > path.stat().st_size - 8:
-            raise ValueError(f"{path} is cut off, or not a safetensors file")
         try:
-            header = json.loads(file.read(header_length))
+            tensors = read_safetensors_header(file)
         except ValueError as error:
-            raise ValueError(f"{path}: its header is not JSON: {error}") from None
+            raise ValueError(f"{path}: {error}") from None
+        tensors = {name: info for name, info in tensors.items()
+                   if not name.endswith((".attn.bias", ".attn.masked_bias"))}
 
         def tensor(name, *shape):
-            info = header.get(name) or header.get(f"transformer.{name}")
+            info = tensors.pop(name, None) or tensors.pop(f"transformer.{name}", None)
             if info is None:
                 raise ValueError(f"{path}: there is no tensor {name}")
-            if info["dtype"] not in DTYPES:
-                raise ValueError(f"{path}: {name} is {info['dtype']}, not one of {[*DTYPES]}")
-            if tuple(info["shape"]) != shape:
-                raise ValueError(f"{path}: {name} is {info['shape']}, not {[*shape]}")
+            dtype, actual_shape, start, end = info
+            if dtype not in DTYPES:
+                raise ValueError(f"{path}: {name} is {dtype}, not one of {', '.join(DTYPES)}")
+            if actual_shape != shape:
+                raise ValueError(f"{path}: {name} is {[*actual_shape]}, not {[*shape]}")
+            if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+                raise ValueError(f"{path}: {name} has {end - start} bytes, which is not "
+                                 f"{[*shape]} of {dtype}")
             # reading into an array of its own aligns a tensor, wherever it is in the file
-            file.seek(8 + header_length + info["data_offsets"][0])
-            values = np.fromfile(file, DTYPES[info["dtype"]], math.prod(shape))
-            if values.size != math.prod(shape):
-                raise ValueError(f"{path} is cut off: {name} is not whole")
-            if info["dtype"] == "BF16":
-                values = (values.astype(np.uint32) << 16).view(np.float32)
-            return values.astype(np.float32, copy=False).reshape(shape)
+            file.seek(start)
+            values = np.fromfile(file, DTYPES[dtype], math.prod(shape))
+            if dtype == "BF16":
+                values = np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
+            values = values.astype(np.float32, copy=False).reshape(shape)
+            if not np.isfinite([values.min(), values.max()]).all():  # NaN is in both
+                raise ValueError(f"{path}: {name} holds NaN or infinity")
+            return values
 
         def norm(name):
             return {"g": tensor(f"{name}.weight", E), "b": tensor(f"{name}.bias", E)}
@@ -129,11 +219,191 @@ def load_params(path, hparams):
                   "wpe": tensor("wpe.weight", hparams["n_ctx"], E),
                   "blocks": [block(f"h.{layer}") for layer in range(hparams["n_layer"])],
                   "ln_f": norm("ln_f")}
-        if "lm_head.weight" in header and not np.array_equal(
+        if "lm_head.weight" in tensors and not np.array_equal(
                 tensor("lm_head.weight", V, E), params["wte"]):
             raise ValueError(f"{path}: lm_head.weight differs from wte.weight; in GPT-2 the two "
                              f"are one")
+    if tensors:
+        raise ValueError(f"{path}: {next(iter(tensors))} is not part of a GPT-2 with "
+                         f"{hparams['n_layer']} layers")
     return params
+
+
+class DownloadError(Exception):
+    """A model can't be fetched; the message says why, and what to do."""
+
+
+class NotOnHub(DownloadError):
+    """The Hub doesn't have it, or doesn't give it to us."""
+
+
+def download_model(model, models_dir=MODELS_DIR):
+    """Fetch a model from the Hugging Face Hub into models_dir; return its folder.
+
+    model: a key of REPOS, or an owner/name. The Hub is at $HF_ENDPOINT, if that is set; a token in
+    $HF_TOKEN goes to no other host. A file gets its name only when it is whole, and the next run
+    goes on where this one stops. But if the model turns out to be none for us, nothing of it is
+    kept: DownloadError, or ValueError for a file's content, says why, and what to do.
+    """
+    models_dir = Path(models_dir)
+    repo, folder, fetched = REPOS.get(model, model), models_dir / model, []
+    try:
+        with one_process_at_a_time(models_dir), hub_session() as session:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                for name in MODEL_FILES:
+                    if name == "model.safetensors":   # the big one: see first if the others fit
+                        load_encoder_and_hparams(folder)
+                    if not (folder / name).is_file():
+                        download_file(session, repo, folder / name)
+                        fetched.append(folder / name)
+            except (NotOnHub, ValueError):
+                for path in fetched:
+                    path.unlink()
+                raise
+            finally:
+                with contextlib.suppress(OSError):    # unless there is something in them
+                    folder.rmdir()
+                    folder.parent.rmdir()
+    except OSError as error:
+        raise DownloadError(f"can't write to {folder}: {error.strerror}; make room there, or "
+                            f"choose another place with --models_dir") from None
+    return folder
+
+
+@contextlib.contextmanager
+def one_process_at_a_time(models_dir):
+    """Wait until no other process downloads into models_dir, and keep others waiting.
+
+    The system drops the lock when the process ends, however it ends; the empty file stays.
+    """
+    models_dir.mkdir(parents=True, exist_ok=True)
+    with open(models_dir / ".lock", "w") as lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("waiting for another download to end", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def hub_session():
+    """Return a requests.Session that sends the token and tries again after passing failures."""
+    import requests                               # here: it takes 0.1 s, and few runs need it
+    from urllib3.util import Retry
+
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise DownloadError("HF_TOKEN is not a token: it holds line breaks or the like")
+
+    def authorize(request):
+        if token:
+            request.headers["Authorization"] = f"Bearer {token}"
+        return request
+
+    session = requests.Session()
+    session.auth = authorize                      # requests drops it on the way to another host
+    session.headers["Accept-Encoding"] = "identity"  # so that lengths are those of the files
+    # Retry-After is not respected, because it may be an hour
+    retry = Retry(total=5, connect=2, read=2, backoff_factor=0.5, raise_on_status=False,
+                  status_forcelist=[429, 500, 502, 503, 504], respect_retry_after_header=False)
+    for scheme in "https://", "http://":
+        session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
+    return session
+
+
+def request_file(session, repo, name, start):
+    """Ask the Hub for a file, from byte start on; return its answer, a requests.Response."""
+    import requests
+
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise DownloadError(f"HF_ENDPOINT is {endpoint!r}, not an address such as "
+                            f"https://huggingface.co")
+    try:
+        response = session.get(f"{endpoint.rstrip('/')}/{repo}/resolve/main/{name}", stream=True,
+                               headers={"Range": f"bytes={start}-"} if start else {},
+                               timeout=TIMEOUT)
+    except requests.RequestException as error:
+        raise DownloadError(f"can't fetch {name} of {repo} from {url.hostname} "
+                            f"({type(error).__name__}): check the network and run this again; "
+                            f"--model tiny needs no network") from None
+    status = response.status_code
+    if status in (401, 403):
+        raise NotOnHub(f"{url.hostname} has no {repo}, or doesn't show it to everybody "
+                       f"({status}): check the name, or put a token into HF_TOKEN")
+    if status == 404:
+        raise NotOnHub(f"{url.hostname} has no {name} of {repo} (404): check the name; a model "
+                       f"has to be a GPT-2 with {', '.join(MODEL_FILES)}")
+    if status >= 400 and status != 416:
+        raise DownloadError(f"{url.hostname} answers {status} {response.reason} for {name} of "
+                            f"{repo}: try again later")
+    return response
+
+
+def download_file(session, repo, path):
+    """Fetch a file by way of path.part, going on from what is in there.
+
+    For a large file, the Hub redirects, and its redirect tells size and SHA-256 as X-Linked-Size
+    and X-Linked-ETag. What can't be checked by them is always fetched from the beginning.
+    """
+    part = path.with_name(f"{path.name}.part")
+    problem = "does not come"
+    for _ in range(5):
+        # from the last byte that is there: after it, there may be none to ask for
+        start = max(part.stat().st_size - 1, 0) if part.is_file() else 0
+        with request_file(session, repo, path.name, start) as response:
+            linked = next((answer.headers for answer in (*response.history, response)
+                           if "X-Linked-ETag" in answer.headers), {})
+            sha256 = re.fullmatch('"?([0-9a-f]{64})"?', linked.get("X-Linked-ETag", ""))
+            if response.status_code == 416 or start and not sha256:
+                part.unlink(missing_ok=True)
+                continue
+            if response.status_code != 206:           # the whole file, whatever we asked for
+                start = 0
+            length = response.headers.get("Content-Length")
+            size = int(linked.get("X-Linked-Size") or (start + int(length) if length else 0))
+            whole = receive(response, part, start, size)
+        received = part.stat().st_size
+        if not whole or received < size:
+            problem = f"broke off after {received} of {size or 'unknown'} bytes"
+        elif size and received > size or sha256 and sha256[1] != sha256_of(part):
+            problem = "arrived damaged"
+            part.unlink()
+        else:
+            part.replace(path)
+            return
+    raise DownloadError(f"{path.name} of {repo} {problem}, at the fifth attempt: run this again, "
+                        f"to go on from there")
+
+
+def receive(response, path, start, size):
+    """Write an answer's bytes into a file, from byte start on; False if the connection breaks."""
+    import requests
+
+    with open(path, "r+b" if start else "wb") as file, tqdm.tqdm(
+            desc=path.stem, initial=start, total=size or None, unit="B", unit_scale=True,
+            unit_divisor=1024) as bar:
+        file.seek(start)
+        try:
+            for block in response.iter_content(2**14):
+                file.write(block)
+                bar.update(len(block))
+        except requests.RequestException:
+            return False
+        file.flush()
+        os.fsync(file.fileno())                       # a power cut must not leave a gap
+    return True
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,10 +433,12 @@ def make_parser(docstring):
     parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40, metavar="N",
                         help="how many tokens to add (default: 40)")
     parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
-                        help="a model in --models_dir, or any folder with a GPT-2 in Hugging Face "
-                             "layout (default: tiny)")
+                        help="tiny, which needs no network; 124M, 355M, 774M or 1558M, OpenAI's "
+                             "GPT-2, or any GPT-2 on the Hugging Face Hub, as owner/name: both "
+                             "downloaded when first used; or a folder (default: tiny)")
     parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
-                        help="where models are (default: models, beside the scripts)")
+                        help="where models are, and downloads go (default: models, beside the "
+                             "scripts)")
     return parser
 
 
@@ -199,7 +471,7 @@ class Job:
         try:
             self.encoder, hparams, self.params = load_encoder_hparams_and_params(
                 options.model, options.models_dir)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, DownloadError) as error:
             parser.error(str(error))
         self.n_head, n_ctx = hparams["n_head"], hparams["n_ctx"]
         self.prompts = [self.encoder.encode(text or END_OF_TEXT) for text in self.texts]

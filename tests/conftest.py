@@ -15,6 +15,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 import utils  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def loopback_only(monkeypatch):
+    """Nothing but this machine is asked for models: by default port 9, where nobody answers."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """(encoder, hparams, params) of the bundled model."""

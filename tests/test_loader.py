@@ -128,8 +128,9 @@ def test_models_by_name_and_by_folder(folder, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
     assert find_model("models/copy").resolve() == folder
     (folder.parent / "half").mkdir()
-    for name in "tiny", "half", "copy/config.json", "no such model":
-        with pytest.raises(FileNotFoundError, match=f"(?s){name}.* has copy"):
+    (folder.parent / "half" / "config.json").write_text("{}")
+    for name in "tiny", "half", "no such model":
+        with pytest.raises(FileNotFoundError, match=f"(?s){name}.* has copy, "):
             find_model(name, models_dir)
 
 

@@ -1,0 +1,382 @@
+"""Downloads, from a Hub on loopback that does wrong whatever can go wrong."""
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tqdm
+from urllib3.util import Retry
+
+import utils
+from conftest import ROOT
+from helpers import make_hparams, random_tensors, write_model
+from hub import Hub
+from utils import MODEL_FILES, DownloadError, find_model, load_encoder_hparams_and_params
+
+WEIGHTS = "model.safetensors"
+SCRIPT = str(ROOT / "gpt2_v3_kvcache.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """{file name: bytes} of a small GPT-2."""
+    folder = tmp_path_factory.mktemp("model") / "m"
+    hparams = make_hparams(n_vocab=257)
+    write_model(folder, hparams, random_tensors(hparams))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(model, monkeypatch):
+    hub = Hub()
+    for repo in *utils.REPOS.values(), "some.one/a_model-2":
+        hub.files |= {f"{repo}/{name}": content for name, content in model.items()}
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(Retry, "get_backoff_time", lambda retry: 0)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def run(models_dir, model="124M", **environment):
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, "a", "-n", "1", "--model", model, "--models_dir", models_dir],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def one_line(models_dir, model="124M", **environment):
+    """What a run says that can't succeed."""
+    with run(models_dir, model, **environment) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    *bars, line = stderr.decode().splitlines()
+    assert process.returncode == 2 and stdout == b""
+    assert line.startswith("gpt2_v3_kvcache.py: error: ")
+    assert "error" not in "".join(bars) and "Traceback" not in "".join(bars)
+    return line
+
+
+@pytest.mark.parametrize("name, repo", {  # as DESIGN names them, and any other on the Hub
+    "124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
+    "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl",
+    "some.one/a_model-2": "some.one/a_model-2"}.items())
+def test_by_name(hub, model, tmp_path, name, repo):
+    """A whole model in its folder, from its repository; then never a request again."""
+    hub.files = {path: content for path, content in hub.files.items()
+                 if path.startswith(f"{repo}/")}
+    first = load_encoder_hparams_and_params(name, tmp_path)[2]
+    assert contents(tmp_path / name) == model
+    n_requests = len(hub.requests)
+    second = load_encoder_hparams_and_params(name, tmp_path)[2]
+    np.testing.assert_equal(first, second)
+    assert len(hub.requests) == n_requests == 2 * len(MODEL_FILES)  # each with a redirect
+
+
+def test_a_folder_that_is_there_is_not_looked_up(hub, tmp_path, monkeypatch):
+    """Whole or not, a path is a path, even one that looks like owner/name."""
+    load_encoder_hparams_and_params("some.one/a_model-2", tmp_path)
+    hub.requests.clear()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("some.one/a_model-2", tmp_path / "x") == Path("some.one/a_model-2")
+    assert find_model(tmp_path / "some.one" / "a_model-2") == tmp_path / "some.one" / "a_model-2"
+    (tmp_path / "some.one" / "a_model-2" / WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError, match=f"is incomplete: it has no {WEIGHTS}"):
+        load_encoder_hparams_and_params("some.one/a_model-2", tmp_path / "x")
+    assert hub.requests == [] and not (tmp_path / "x").exists()
+
+
+def test_from_the_models_folder_itself(hub, model, tmp_path, monkeypatch):
+    """There a half-fetched folder is a path as well, and is completed nevertheless."""
+    load_encoder_hparams_and_params("some.one/a_model-2", tmp_path)
+    load_encoder_hparams_and_params("124M", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in "some.one/a_model-2", "124M":
+        (tmp_path / name / WEIGHTS).unlink()
+        load_encoder_hparams_and_params(name, tmp_path)
+        assert contents(tmp_path / name) == model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x", "x/..", "-a/b", "a b/c", "a/b\n", "ä/b"])
+def test_what_is_no_name_on_the_hub(hub, tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="124M, 355M, 774M, 1558M, or an owner/name"):
+        find_model(name, tmp_path)
+    assert hub.requests == []
+
+
+def test_the_token_goes_to_the_endpoint_alone(hub, tmp_path, monkeypatch):
+    hub.token = "hf_secret"
+    with pytest.raises(DownloadError, match="401.* HF_TOKEN"):
+        find_model("124M", tmp_path)
+    hub.requests.clear()
+    monkeypatch.setenv("HF_TOKEN", " hf_secret\n")     # as it comes out of a file
+    find_model("124M", tmp_path)
+    by_storage = [headers["Authorization"] for server, name, headers in hub.requests
+                  if server == "storage" and name == WEIGHTS]
+    by_front = [headers["Authorization"] for server, name, headers in hub.requests
+                if server == "front"]
+    assert by_storage == [None] and by_front == ["Bearer hf_secret"] * len(MODEL_FILES)
+
+
+def test_the_token_has_precedence_over_netrc(hub, tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password else\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.token = "hf_secret"
+    find_model("124M", tmp_path / "models")
+
+
+@pytest.mark.parametrize("token", ["hf_not it", "hf_two\nlines", "hf_ünicode"])
+def test_a_token_is_never_printed(hub, tmp_path, token):
+    hub.token = "hf_secret"
+    line = one_line(tmp_path, HF_TOKEN=token)
+    assert "HF_TOKEN" in line and "hf_" not in line
+
+
+def test_one_bar_for_each_file(hub, model, tmp_path):
+    with run(tmp_path) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert stdout.startswith(b"a")
+    assert "generating" in stderr.decode()
+    for name, content in model.items():
+        size = tqdm.tqdm.format_sizeof(len(content), divisor=1024)
+        assert re.search(rf"{name}: 100%.* {size}/{size} .*B/s", stderr.decode())
+
+
+def test_a_break_is_mended_at_once(hub, model, tmp_path):
+    """From the last byte that came, and for small files, which have no SHA-256, from the first."""
+    hub.faults = {WEIGHTS: ["cut", "cut"], "vocab.json": ["cut"], "merges.txt": ["stall"]}
+    hub.go_on.set()
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+    first, second, third = hub.ranges(WEIGHTS)
+    size = len(model[WEIGHTS])
+    assert first is None
+    assert size // 2 - 2**14 <= int(second[6:-1]) < size // 2
+    assert size * 3 // 4 - 2**14 <= int(third[6:-1]) < size * 3 // 4
+    assert hub.ranges("vocab.json")[-1] is None
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall"])
+def test_the_next_run_goes_on(hub, model, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(utils, "TIMEOUT", (1, 0.1))
+    hub.faults = {WEIGHTS: [fault, "always"]}
+    with pytest.raises(DownloadError, match=f"{WEIGHTS} of openai-community/gpt2 broke off after "
+                       rf"\d+ of {len(model[WEIGHTS])} bytes.* run this again"):
+        find_model("124M", tmp_path)
+    present = contents(tmp_path / "124M")
+    part = present.pop(f"{WEIGHTS}.part")
+    assert present == {name: model[name] for name in model if name != WEIGHTS}
+    assert len(part) > len(model[WEIGHTS]) / 2 and model[WEIGHTS].startswith(part)
+    hub.faults, hub.requests = {}, []
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+    assert hub.ranges(WEIGHTS) == [f"bytes={len(part) - 1}-"]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("part", [b"", b"x", b"half", b"as long", b"longer"])
+@pytest.mark.parametrize("takes_ranges", [True, False])
+@pytest.mark.parametrize("names_sha256", [True, False])
+def test_going_on_from_another_file(hub, model, tmp_path, name, part, takes_ranges, names_sha256):
+    """What is there is of a file that has changed since, of any length; or it is all there."""
+    content = model[name]
+    part = {b"half": b"?" * (len(content) // 2), b"as long": b"?" * len(content),
+            b"longer": content + b"?"}.get(part, part)
+    (tmp_path / "124M").mkdir()
+    (tmp_path / "124M" / f"{name}.part").write_bytes(part)
+    hub.takes_ranges, hub.names_sha256 = takes_ranges, names_sha256
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_killed_between_the_last_byte_and_the_name(hub, model, tmp_path):
+    (tmp_path / "124M").mkdir()
+    (tmp_path / "124M" / f"{WEIGHTS}.part").write_bytes(model[WEIGHTS])
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+    assert hub.ranges(WEIGHTS) == [f"bytes={len(model[WEIGHTS]) - 1}-"]
+
+
+def test_damage(hub, model, tmp_path):
+    """Wrong bytes, of the right length: fetched anew, and never taken for the file."""
+    hub.faults = {WEIGHTS: ["damage", "always"]}
+    with pytest.raises(DownloadError, match=f"{WEIGHTS} .* arrived damaged"):
+        find_model("124M", tmp_path)
+    assert not list((tmp_path / "124M").glob(f"{WEIGHTS}*"))
+    hub.faults = {WEIGHTS: ["cut", "damage"]}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_a_busy_hub(hub, model, tmp_path, no_pauses):
+    hub.statuses = {"config.json": [503, 503], "vocab.json": [429], WEIGHTS: [500, 502, 504]}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_stays_busy(hub, model, tmp_path, no_pauses, status):
+    hub.statuses = {WEIGHTS: [status, "always"]}
+    with pytest.raises(DownloadError, match=f"127.0.0.1 answers {status} .* try again later"):
+        find_model("124M", tmp_path)
+    hub.statuses = {}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_pauses_between_attempts(hub, tmp_path, monkeypatch):
+    """They grow, and don't follow the hour that the Hub asks for."""
+    pauses = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    hub.statuses = {"config.json": [503, "always"]}
+    with pytest.raises(DownloadError):
+        find_model("124M", tmp_path)
+    assert len(pauses) == 4 and pauses == sorted(pauses) and 3 <= pauses[-1] < 60
+
+
+@pytest.mark.parametrize("name, files, says", [
+    ("no.one/nothing", [], "no config.json of no.one/nothing .404.: check the name"),
+    ("no.one/pickled", MODEL_FILES[:3], f"no {WEIGHTS} of no.one/pickled .404."),
+])
+def test_not_on_the_hub(hub, model, tmp_path, name, files, says):
+    """Nothing of it stays."""
+    hub.files |= {f"{name}/{file}": model[file] for file in files}
+    with pytest.raises(DownloadError, match=says):
+        find_model(name, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("file, content, says", [
+    ("config.json", b'{"model_type": "llama"}', "model_type is 'llama'"),
+    ("config.json", b"<html>Please log in", "config.json is not JSON"),
+    ("vocab.json", b'{"a": 0}', "vocab.json does not match"),
+    ("merges.txt", b"a b\n", "does not match"),
+])
+def test_not_for_us(hub, tmp_path, file, content, says):
+    """Seen before the weights are fetched; and when it is mended on the Hub, it works."""
+    path = f"openai-community/gpt2/{file}"
+    good, hub.files[path] = hub.files[path], content
+    with pytest.raises(ValueError, match=says):
+        find_model("124M", tmp_path)
+    assert hub.ranges(WEIGHTS) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    hub.files[path] = good
+    load_encoder_hparams_and_params("124M", tmp_path)
+
+
+def test_a_file_of_the_users_is_not_removed(hub, tmp_path):
+    (tmp_path / "no.one" / "nothing").mkdir(parents=True)
+    (tmp_path / "no.one" / "nothing" / WEIGHTS).write_bytes(b"mine")
+    with pytest.raises(DownloadError):
+        find_model("no.one/nothing", tmp_path)
+    assert contents(tmp_path / "no.one" / "nothing") == {WEIGHTS: b"mine"}
+
+
+def test_no_network(tmp_path):
+    """Port 9 of this machine is where nobody answers."""
+    line = one_line(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "check the network" in line and "--model tiny needs no network" in line
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("endpoint", ["huggingface.co", "ftp://127.0.0.1", "http://", "https:/x"])
+def test_no_endpoint(tmp_path, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(DownloadError, match=f"HF_ENDPOINT is '{endpoint}', not an address"):
+        find_model("124M", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no.one/nothing", "124N"])
+def test_one_line(hub, tmp_path, name):
+    assert name in one_line(tmp_path, name)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_full_disk(hub, model, tmp_path, name):
+    (tmp_path / "124M").mkdir()
+    (tmp_path / "124M" / f"{name}.part").symlink_to("/dev/full")
+    line = one_line(tmp_path)
+    assert "No space left on device; make room there" in line and str(tmp_path / "124M") in line
+    assert not (tmp_path / "124M" / name).exists()
+    (tmp_path / "124M" / f"{name}.part").unlink()
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_nowhere_to_write(hub, tmp_path):
+    (tmp_path / "file").touch()
+    line = one_line(tmp_path / "file" / "models")
+    assert "can't write" in line and "choose another place with --models_dir" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_to_read_only(hub, tmp_path):
+    tmp_path.chmod(0o555)
+    assert "Permission denied" in one_line(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_run_again(hub, model, tmp_path, name, signal_number):
+    hub.faults = {name: ["stall"]}
+    part = tmp_path / "124M" / f"{name}.part"
+    with run(tmp_path) as process:
+        assert hub.stalled.wait(30)
+        while name == WEIGHTS and not (part.exists() and part.stat().st_size > 2**15):
+            time.sleep(0.01)
+        process.send_signal(signal_number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == (130 if signal_number == signal.SIGINT else -9)
+    assert stdout == b"" and b"Traceback" not in stderr
+    assert not (tmp_path / "124M" / name).exists()
+    hub.requests.clear()
+    with run(tmp_path) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and stdout.startswith(b"a")
+    assert contents(tmp_path / "124M") == model
+    if name == WEIGHTS:
+        assert int(hub.ranges(WEIGHTS)[0][6:-1]) >= 2**15
+
+
+def test_two_at_once(hub, model, tmp_path):
+    """One waits for the other, and says so; each file is fetched once."""
+    hub.faults = {WEIGHTS: ["stall"]}
+    with run(tmp_path) as first:
+        assert hub.stalled.wait(30)
+        with run(tmp_path) as second:
+            said = second.stderr.readline()
+            hub.go_on.set()
+            outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert said == b"waiting for another download to end\n"
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert outputs[0][0] == outputs[1][0] and outputs[0][0].startswith(b"a")
+    assert contents(tmp_path / "124M") == model
+    for name in MODEL_FILES:
+        assert hub.ranges(name)[0] is None and len(hub.ranges(name)) == 1 + (name == WEIGHTS)
+
+
+def test_when_the_first_is_killed_the_second_takes_over(hub, model, tmp_path):
+    hub.faults = {WEIGHTS: ["stall"]}
+    with run(tmp_path) as first:
+        assert hub.stalled.wait(30)
+        with run(tmp_path) as second:
+            second.stderr.readline()
+            first.kill()
+            second.communicate(timeout=60)
+    assert second.returncode == 0
+    assert contents(tmp_path / "124M") == model
