@@ -118,7 +118,7 @@ def read_json(path):
     """Return the object in a JSON file. ValueError, with the path, if there is none."""
     try:
         value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object")

@@ -115,7 +115,7 @@ def load_hparams(path):
         if config.get(key, values[0]) not in values:
             raise ValueError(f"{path}: {key} is {config[key]!r}, not {values[0]!r}")
     for key in SIZES.values():
-        if not isinstance(config.get(key), int) or config[key] < 1:
+        if type(config.get(key)) is not int or config[key] < 1:
             raise ValueError(f"{path}: {key} is {config.get(key)!r}, not a positive number")
     if config["n_embd"] % config["n_head"]:
         raise ValueError(f"{path}: n_head {config['n_head']} does not divide n_embd "

@@ -164,6 +164,7 @@ def test_merges_of_unknown_tokens(tmp_path, merges):
     ("vocab.json", b"{", "JSON"),
     ("vocab.json", b"[1]", "a JSON object"),
     ("vocab.json", b"", "JSON"),
+    ("vocab.json", b"[" * 10**6, "JSON"),
 ])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     write_vocabulary(tmp_path, SMALL, small_vocab())

@@ -1,6 +1,7 @@
 """Model folders: what loads, bit by bit, and what is refused, and how."""
 import json
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -90,26 +91,114 @@ def test_a_missing_or_misshapen_tensor(tmp_path, tensors):
             load_params(tmp_path / "x", HPARAMS)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 8, 100, -1])
-def test_a_file_that_is_cut_off(tmp_path, tensors, keep):
+def rewrite(path, edit):
+    """Let edit change the header, given as a dict, and the data of a safetensors file."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, data = edit(json.loads(content[8:end]), content[end:])
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(name, **change):
+    """An edit that changes what the header says of a tensor."""
+    def edit(header, data):
+        header[name] |= change
+        return header, data
+    return edit
+
+
+def shift(name, start, end):
+    """An edit that moves the data_offsets of a tensor."""
+    def edit(header, data):
+        offsets = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [offsets[0] + start, offsets[1] + end]
+        return header, data
+    return edit
+
+
+def replace(name, text):
+    """An edit that puts something else into the header."""
+    return lambda header, data: (header | {name: text}, data)
+
+
+BROKEN = {  # what is wrong -> the edit that makes it so, what the message says
+    "a byte too few": (lambda header, data: (header, data[:-1]), "cut off"),
+    "a byte too many": (lambda header, data: (header, data + b"x"), "damaged"),
+    "half": (lambda header, data: (header, data[:len(data) // 2]), "cut off"),
+    "no data": (lambda header, data: (header, b""), "cut off"),
+    "no JSON": (lambda header, data: (b"{x", data), "header is not JSON"),
+    "no UTF-8": (lambda header, data: (b'{"\xff": 1}', data), "header is not JSON"),
+    "deep JSON": (lambda header, data: (b"[" * 10**6, data), "header is not JSON"),
+    "no object": (lambda header, data: (b"[1, 2]", data), "not a JSON object"),
+    "an empty header": (lambda header, data: (b"", data), "header is not JSON"),
+    "no entry": (replace("wpe.weight", 5), "wpe.weight, but 5"),
+    "an empty entry": (replace("wpe.weight", {}), "wpe.weight, but {}"),
+    "no dtype": (replace("wpe.weight", {"shape": [8, 6], "data_offsets": [0, 192]}), "wpe.weight, "),
+    "null": (entry("wpe.weight", shape=None), "wpe.weight, but"),
+    "a negative size": (entry("wpe.weight", shape=[-8, -6]), "wpe.weight, but"),
+    "a size that is text": (entry("wpe.weight", shape=["8", 6]), "wpe.weight, but"),
+    "a fraction": (entry("wpe.weight", shape=[8.0, 6.0]), "wpe.weight, but"),
+    "one offset": (entry("wpe.weight", data_offsets=[0]), "wpe.weight, but"),
+    "a negative offset": (shift("wte.weight", -1, 0), "wte.weight, but"),
+    "an offset beyond the data": (shift("ln_f.bias", 10**6, 10**6), "ln_f.bias is said to be at"),
+    "an end beyond the data": (shift("ln_f.bias", 0, 10**6), "cut off"),
+    "an end before its start": (entry("wte.weight", data_offsets=[552, 0]), "wte.weight is said"),
+    "an overlap": (shift("wpe.weight", -4, 0), "wpe.weight is said to be at"),
+    "a gap": (shift("wpe.weight", 4, 0), "wpe.weight is said to be at"),
+    "the same place twice": (entry("wpe.weight", data_offsets=[0, 192]), "wte.weight is said"),
+    "another dtype": (entry("wpe.weight", dtype="I32"), "wpe.weight is I32, not one of F32, F16"),
+    "a wider dtype": (entry("wpe.weight", dtype="F64"), "wpe.weight is F64"),
+    "a dtype of another size": (entry("wpe.weight", dtype="F16"), "wpe.weight has 192 bytes"),
+    "a dtype that is a list": (entry("wpe.weight", dtype=["F32"]), r"wpe.weight is \['F32'\]"),
+    "another shape": (entry("wpe.weight", shape=[6, 8]), r"wpe.weight is \[6, 8\], not \[8, 6\]"),
+    "fewer axes": (entry("wpe.weight", shape=[48]), r"wpe.weight is \[48\]"),
+}
+
+
+@pytest.mark.parametrize("edit, message", BROKEN.values(), ids=BROKEN)
+def test_a_broken_header(tmp_path, tensors, edit, message):
+    path = tmp_path / "x"
+    write_safetensors(path, tensors)
+    rewrite(path, edit)
+    with pytest.raises(ValueError, match=message) as error:
+        load_params(path, HPARAMS)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100])
+def test_a_file_cut_off_in_its_header(tmp_path, tensors, keep):
     write_safetensors(tmp_path / "x", tensors)
     content = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(content[:keep])
-    with pytest.raises(ValueError, match="cut off|JSON"):
+    with pytest.raises(ValueError, match="not a safetensors file, or cut off"):
         load_params(tmp_path / "x", HPARAMS)
 
 
-def test_another_file_in_its_place(tmp_path):
-    (tmp_path / "x").write_bytes(b"<!DOCTYPE html><title>404</title>" * 100)
-    with pytest.raises(ValueError, match="not a safetensors file"):
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("number_type", NUMBER_TYPES)
+@pytest.mark.parametrize("name", ["wte.weight", "h.1.ln_2.bias"])
+def test_no_number(tmp_path, tensors, name, number_type, value):
+    broken = tensors[name].copy()
+    broken.flat[-1] = value
+    write_safetensors(tmp_path / "x", tensors | {name: broken}, number_type)
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
         load_params(tmp_path / "x", HPARAMS)
 
 
-def test_another_number_type(tmp_path, tensors):
-    write_safetensors(tmp_path / "x", tensors)
-    content = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(content.replace(b'"F32"', b'"I32"'))
-    with pytest.raises(ValueError, match="wte.weight is I32"):
+def test_the_largest_numbers(tmp_path, tensors):
+    """They are finite, although their difference is not."""
+    bias = np.array([3e38, -3e38, 1e-45, -0.0, 0, 1], dtype=np.float32)
+    write_safetensors(tmp_path / "x", tensors | {"ln_f.bias": bias})
+    assert load_params(tmp_path / "x", HPARAMS)["ln_f"]["b"].tobytes() == bias.tobytes()
+
+
+@pytest.mark.parametrize("name", ["h.2.ln_1.weight", "h.0.attn.c_attn.lora_A", "score.weight",
+                                  "transformer.wte.weight"])
+def test_a_tensor_too_many(tmp_path, tensors, name):
+    """A third layer, say, although n_layer is 2: the sizes contradict the file."""
+    write_safetensors(tmp_path / "x", tensors | {name: np.ones(6, np.float32)})
+    with pytest.raises(ValueError, match=f"{name} is not part of a GPT-2 with 2 layers"):
         load_params(tmp_path / "x", HPARAMS)
 
 
@@ -141,6 +230,21 @@ def test_a_missing_file(folder, name):
         load_encoder_hparams_and_params(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json", "merges.txt"])
+@pytest.mark.parametrize("content, message", [
+    (b"", "empty"),
+    (b"\n", "empty"),
+    (b"<!DOCTYPE html>\n<html><title>404</title></html>\n", "is a web page"),
+    (b"\n<HTML lang=en>", "is a web page"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+], ids=["empty", "blank", "HTML", "html", "pointer"])
+def test_something_else_in_its_place(folder, name, content, message):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_encoder_hparams_and_params(folder)
+    assert str(folder / name) in str(error.value)
+
+
 @pytest.mark.parametrize("change, message", [
     ({"model_type": "llama"}, "model_type is 'llama'"),
     ({"activation_function": "relu"}, "activation_function is 'relu'"),
@@ -151,9 +255,12 @@ def test_a_missing_file(folder, name):
     ({"n_head": 0}, "n_head is 0"),
     ({"n_layer": "4"}, "n_layer is '4'"),
     ({"n_positions": None}, "n_positions is None"),
+    ({"n_head": True}, "n_head is True"),
     ({"vocab_size": 50257}, "2048 tokens, config.json says 50257"),
     ({"n_embd": 512}, r"wte.weight is \[2048, 256\]"),
+    ({"n_positions": 511}, r"wpe.weight is \[512, 256\], not \[511, 256\]"),
     ({"n_layer": 5}, "no tensor h.4.ln_1.weight"),
+    ({"n_layer": 3}, "h.3.* is not part of a GPT-2 with 3 layers"),
 ])
 def test_a_config_that_does_not_fit(folder, change, message):
     path = folder / "config.json"
