@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import tqdm
@@ -27,12 +26,12 @@ MODEL_FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
 # OpenAI's models -> where the Hugging Face Hub has them; it has others, all named owner/name
 REPOS = {"124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
          "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl"}
-REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-TIMEOUT = 10, 30                                  # seconds: to connect; without a single byte
+REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+TIMEOUT = 10, 30                                  # seconds to wait for a connection, for a byte
 # OpenAI's names of the sizes, which are ours -> their names in Hugging Face's config.json
 SIZES = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
          "n_head": "n_head", "n_layer": "n_layer"}
-# settings of config.json that the scripts have built in: their values, first what is assumed
+# settings that the scripts have built in: the values that fit, first the one that is assumed
 SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
             "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
             "scale_attn_by_inverse_layer_idx": [False]}
@@ -63,22 +62,24 @@ def load_encoder_hparams_and_params(model="tiny", models_dir=MODELS_DIR):
 
 
 def find_model(model, models_dir=MODELS_DIR):
-    """Return the folder of a model, downloaded if need be; FileNotFoundError names those here."""
+    """Return the folder of a model, downloaded if need be. FileNotFoundError if there is none."""
     model, models_dir = str(model), Path(models_dir)
-    folder, here = models_dir / model, Path(model)
-    for path in folder, here:
-        if is_complete(path):
-            return path
-    # an owner/name may be a path as well: then it is the folder that is there
-    if model in REPOS or REPO.fullmatch(model) and (folder.is_dir() or not here.is_dir()):
+    in_models_dir, as_path = models_dir / model, Path(model)
+    for folder in in_models_dir, as_path:
+        if is_complete(folder):
+            return folder
+    # what looks like owner/name may be a path: a folder that is there, if only half, is meant
+    is_path = as_path.is_dir() and not in_models_dir.is_dir()
+    if model in REPOS or (REPO_NAME.fullmatch(model) and not is_path):
         return download_model(model, models_dir)
-    if here.is_dir():
-        return here
-    names = [path.name for path in sorted(models_dir.glob("*")) if is_complete(path)]
+    for folder in in_models_dir, as_path:
+        if folder.is_dir():
+            return folder
+    names = [folder.name for folder in sorted(models_dir.glob("*")) if is_complete(folder)]
     raise FileNotFoundError(
-        f"no model {model!r}: it is neither a folder, nor in {models_dir}, which has "
-        f"{', '.join(names) or 'none'}, nor one to download: {', '.join(REPOS)}, or an "
-        f"owner/name on the Hugging Face Hub")
+        f"no model {model!r}; {models_dir} has {', '.join(names) or 'none'}; to download, there "
+        f"are {', '.join(REPOS)}, and all others on the Hugging Face Hub as owner/name, such as "
+        f"{REPOS['124M']}; or give the path of a folder")
 
 
 def is_complete(folder):
@@ -113,7 +114,8 @@ def load_hparams(path):
     config = read_json(path)
     for key, values in SETTINGS.items():
         if config.get(key, values[0]) not in values:
-            raise ValueError(f"{path}: {key} is {config[key]!r}, not {values[0]!r}")
+            raise ValueError(f"{path}: {key} is {config[key]!r}; these scripts can run a model "
+                             f"only if it is {values[0]!r}")
     for key in SIZES.values():
         if type(config.get(key)) is not int or config[key] < 1:
             raise ValueError(f"{path}: {key} is {config.get(key)!r}, not a positive number")
@@ -124,7 +126,7 @@ def load_hparams(path):
 
 
 def read_safetensors_header(file):
-    """Return where tensors are: {name: (dtype, shape, first byte, end)}, counted in the file.
+    """Return {name: (dtype, shape, start, end)}, start and end being positions in the file.
 
     The format: 8 bytes, little-endian, with the length of the header; the header, JSON, name ->
     {dtype, shape, data_offsets from the end of the header}; the data, without gaps. ValueError
@@ -133,7 +135,8 @@ def read_safetensors_header(file):
     size = os.fstat(file.fileno()).st_size
     data_start = 8 + int.from_bytes(file.read(8), "little")
     if data_start > size:
-        raise ValueError("not a safetensors file, or cut off in its header")
+        raise ValueError("not a safetensors file, or cut off in its header; delete it and fetch "
+                         "it again")
     try:
         header = json.loads(file.read(data_start - 8))
     except (ValueError, RecursionError) as error:
@@ -158,8 +161,8 @@ def read_safetensors_header(file):
                              f"before it ends at {position}")
         position = end
     if position != size:
-        raise ValueError(f"it has {size} bytes, and not {position}, as its header says: it is "
-                         "cut off, or damaged; delete it and fetch it again")
+        raise ValueError(f"it has {size} bytes, but its header says {position}: it is cut off, "
+                         "or damaged; delete it and fetch it again")
     return tensors
 
 
@@ -197,7 +200,7 @@ def load_params(path, hparams):
             if dtype == "BF16":
                 values = np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
             values = values.astype(np.float32, copy=False).reshape(shape)
-            if not np.isfinite([values.min(), values.max()]).all():  # NaN is in both
+            if not np.isfinite([values.min(), values.max()]).all():  # a NaN makes both NaN
                 raise ValueError(f"{path}: {name} holds NaN or infinity")
             return values
 
@@ -242,8 +245,9 @@ def download_model(model, models_dir=MODELS_DIR):
 
     model: a key of REPOS, or an owner/name. The Hub is at $HF_ENDPOINT, if that is set; a token in
     $HF_TOKEN goes to no other host. A file gets its name only when it is whole, and the next run
-    goes on where this one stops. But if the model turns out to be none for us, nothing of it is
-    kept: DownloadError, or ValueError for a file's content, says why, and what to do.
+    goes on where this one stops. If the model turns out to be none that we can use, what was
+    fetched is deleted. DownloadError, or ValueError for a file's content, says why, and what to
+    do.
     """
     models_dir = Path(models_dir)
     repo, folder, fetched = REPOS.get(model, model), models_dir / model, []
@@ -266,8 +270,8 @@ def download_model(model, models_dir=MODELS_DIR):
                     folder.rmdir()
                     folder.parent.rmdir()
     except OSError as error:
-        raise DownloadError(f"can't write to {folder}: {error.strerror}; make room there, or "
-                            f"choose another place with --models_dir") from None
+        raise DownloadError(f"can't write to {folder}: {error.strerror}; --models_dir names "
+                            f"another place") from None
     return folder
 
 
@@ -295,7 +299,7 @@ def hub_session():
 
     token = os.environ.get("HF_TOKEN", "").strip()
     if not (token.isascii() and token.isprintable()):
-        raise DownloadError("HF_TOKEN is not a token: it holds line breaks or the like")
+        raise DownloadError("HF_TOKEN is not a token: it has characters that no token has")
 
     def authorize(request):
         if token:
@@ -316,43 +320,43 @@ def hub_session():
 def request_file(session, repo, name, start):
     """Ask the Hub for a file, from byte start on; return its answer, a requests.Response."""
     import requests
+    import urllib3
 
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
+    if not re.match(r"https?://[\w\[]", endpoint):
         raise DownloadError(f"HF_ENDPOINT is {endpoint!r}, not an address such as "
                             f"https://huggingface.co")
     try:
         response = session.get(f"{endpoint.rstrip('/')}/{repo}/resolve/main/{name}", stream=True,
                                headers={"Range": f"bytes={start}-"} if start else {},
                                timeout=TIMEOUT)
-    except requests.RequestException as error:
-        raise DownloadError(f"can't fetch {name} of {repo} from {url.hostname} "
-                            f"({type(error).__name__}): check the network and run this again; "
-                            f"--model tiny needs no network") from None
-    status = response.status_code
-    if status in (401, 403):
-        raise NotOnHub(f"{url.hostname} has no {repo}, or doesn't show it to everybody "
-                       f"({status}): check the name, or put a token into HF_TOKEN")
-    if status == 404:
-        raise NotOnHub(f"{url.hostname} has no {name} of {repo} (404): check the name; a model "
-                       f"has to be a GPT-2 with {', '.join(MODEL_FILES)}")
-    if status >= 400 and status != 416:
-        raise DownloadError(f"{url.hostname} answers {status} {response.reason} for {name} of "
-                            f"{repo}: try again later")
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        raise DownloadError(f"can't fetch {name} of {repo} ({type(error).__name__}): check the "
+                            f"network, and the name, and run this again; --model tiny needs no "
+                            f"network") from None
+    status = f"the Hub answers {response.status_code} {response.reason} for {name} of {repo}"
+    if response.status_code in (401, 403):
+        raise NotOnHub(f"{status}: check the name; a model that isn't public needs a token in "
+                       f"HF_TOKEN, and a wrong token there shuts out from all")
+    if response.status_code == 404:
+        raise NotOnHub(f"{status}, and there is no such folder here: check the name; a model has "
+                       f"to be a GPT-2 with {', '.join(MODEL_FILES)}")
+    if response.status_code >= 400 and response.status_code != 416:
+        raise DownloadError(f"{status}: try again later")
     return response
 
 
 def download_file(session, repo, path):
     """Fetch a file by way of path.part, going on from what is in there.
 
-    For a large file, the Hub redirects, and its redirect tells size and SHA-256 as X-Linked-Size
-    and X-Linked-ETag. What can't be checked by them is always fetched from the beginning.
+    The Hub answers 206 if it sends the part that we ask for, 200 for the whole file, 416 if there
+    is no such part. For a large file it redirects, and the redirect tells size and SHA-256 as
+    X-Linked-Size and X-Linked-ETag. What has no SHA-256 is always fetched from the beginning.
     """
     part = path.with_name(f"{path.name}.part")
-    problem = "does not come"
+    problem = "did not come"
     for _ in range(5):
-        # from the last byte that is there: after it, there may be none to ask for
+        # our last byte once more: if we have them all, there is no part after it
         start = max(part.stat().st_size - 1, 0) if part.is_file() else 0
         with request_file(session, repo, path.name, start) as response:
             linked = next((answer.headers for answer in (*response.history, response)
@@ -361,22 +365,22 @@ def download_file(session, repo, path):
             if response.status_code == 416 or start and not sha256:
                 part.unlink(missing_ok=True)
                 continue
-            if response.status_code != 206:           # the whole file, whatever we asked for
+            if response.status_code != 206:
                 start = 0
             length = response.headers.get("Content-Length")
             size = int(linked.get("X-Linked-Size") or (start + int(length) if length else 0))
             whole = receive(response, part, start, size)
         received = part.stat().st_size
         if not whole or received < size:
-            problem = f"broke off after {received} of {size or 'unknown'} bytes"
+            problem = f"broke off after {received} of {size or 'unknown'} bytes, which are kept"
         elif size and received > size or sha256 and sha256[1] != sha256_of(part):
             problem = "arrived damaged"
             part.unlink()
         else:
             part.replace(path)
             return
-    raise DownloadError(f"{path.name} of {repo} {problem}, at the fifth attempt: run this again, "
-                        f"to go on from there")
+    raise DownloadError(f"can't fetch {path.name} of {repo}: five times it {problem}; run this "
+                        f"again")
 
 
 def receive(response, path, start, size):
@@ -384,8 +388,7 @@ def receive(response, path, start, size):
     import requests
 
     with open(path, "r+b" if start else "wb") as file, tqdm.tqdm(
-            desc=path.stem, initial=start, total=size or None, unit="B", unit_scale=True,
-            unit_divisor=1024) as bar:
+            desc=path.stem, initial=start, total=size or None, unit="B", unit_scale=True) as bar:
         file.seek(start)
         try:
             for block in response.iter_content(2**14):
@@ -407,7 +410,7 @@ def sha256_of(path):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one line for a mistake."""
+    """An ArgumentParser that says a mistake in one line."""
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
@@ -419,7 +422,7 @@ def positive(text):
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return number
 
 
@@ -433,12 +436,12 @@ def make_parser(docstring):
     parser.add_argument("-n", "--n_tokens_to_generate", type=positive, default=40, metavar="N",
                         help="how many tokens to add (default: 40)")
     parser.add_argument("--model", default="tiny", metavar="NAME_OR_FOLDER",
-                        help="tiny, which needs no network; 124M, 355M, 774M or 1558M, OpenAI's "
-                             "GPT-2, or any GPT-2 on the Hugging Face Hub, as owner/name: both "
-                             "downloaded when first used; or a folder (default: tiny)")
+                        help="tiny, which is there (the default); 124M, 355M, 774M or 1558M, "
+                             "OpenAI's GPT-2, or an owner/name, any other on the Hugging Face "
+                             "Hub, downloaded on first use; or the path of a folder")
     parser.add_argument("--models_dir", type=Path, default=MODELS_DIR, metavar="FOLDER",
-                        help="where models are, and downloads go (default: models, beside the "
-                             "scripts)")
+                        help="the folder that holds models, downloads too (default: models, "
+                             "beside the scripts)")
     return parser
 
 
@@ -466,8 +469,8 @@ class Job:
         options = parse_prompts_and_options(parser)
         self.texts, self.n_tokens_to_generate = options.prompts, options.n_tokens_to_generate
         if max_prompts and len(self.texts) > max_prompts:
-            parser.error(f"{len(self.texts)} prompts, but this version takes one at a time; "
-                         f"gpt2_v2_padding.py runs several as a batch")
+            parser.error(f"{len(self.texts)} prompts, but this version takes one: put words "
+                         f"that belong together in quotes; gpt2_v2_padding.py runs several")
         try:
             self.encoder, hparams, self.params = load_encoder_hparams_and_params(
                 options.model, options.models_dir)

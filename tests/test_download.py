@@ -108,9 +108,10 @@ def test_from_the_models_folder_itself(hub, model, tmp_path, monkeypatch):
         assert contents(tmp_path / name) == model
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x", "x/..", "-a/b", "a b/c", "a/b\n", "ä/b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "a/b/c", "../x", "x/..", "-a/b", "a b/c", "a/b\n", "ä/b"])
 def test_what_is_no_name_on_the_hub(hub, tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="124M, 355M, 774M, 1558M, or an owner/name"):
+    with pytest.raises(FileNotFoundError, match="124M, 355M, 774M, 1558M, .* owner/name"):
         find_model(name, tmp_path)
     assert hub.requests == []
 
@@ -151,7 +152,7 @@ def test_one_bar_for_each_file(hub, model, tmp_path):
     assert stdout.startswith(b"a")
     assert "generating" in stderr.decode()
     for name, content in model.items():
-        size = tqdm.tqdm.format_sizeof(len(content), divisor=1024)
+        size = tqdm.tqdm.format_sizeof(len(content))
         assert re.search(rf"{name}: 100%.* {size}/{size} .*B/s", stderr.decode())
 
 
@@ -173,8 +174,8 @@ def test_a_break_is_mended_at_once(hub, model, tmp_path):
 def test_the_next_run_goes_on(hub, model, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(utils, "TIMEOUT", (1, 0.1))
     hub.faults = {WEIGHTS: [fault, "always"]}
-    with pytest.raises(DownloadError, match=f"{WEIGHTS} of openai-community/gpt2 broke off after "
-                       rf"\d+ of {len(model[WEIGHTS])} bytes.* run this again"):
+    with pytest.raises(DownloadError, match=f"{WEIGHTS} of openai-community/gpt2: .* broke off "
+                       rf"after \d+ of {len(model[WEIGHTS])} bytes.* run this again"):
         find_model("124M", tmp_path)
     present = contents(tmp_path / "124M")
     part = present.pop(f"{WEIGHTS}.part")
@@ -230,7 +231,7 @@ def test_a_busy_hub(hub, model, tmp_path, no_pauses):
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_hub_that_stays_busy(hub, model, tmp_path, no_pauses, status):
     hub.statuses = {WEIGHTS: [status, "always"]}
-    with pytest.raises(DownloadError, match=f"127.0.0.1 answers {status} .* try again later"):
+    with pytest.raises(DownloadError, match=f"the Hub answers {status} .* try again later"):
         find_model("124M", tmp_path)
     hub.statuses = {}
     load_encoder_hparams_and_params("124M", tmp_path)
@@ -248,8 +249,8 @@ def test_pauses_between_attempts(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, files, says", [
-    ("no.one/nothing", [], "no config.json of no.one/nothing .404.: check the name"),
-    ("no.one/pickled", MODEL_FILES[:3], f"no {WEIGHTS} of no.one/pickled .404."),
+    ("no.one/nothing", [], "404 Not Found for config.json of no.one/nothing.* check the name"),
+    ("no.one/pickled", MODEL_FILES[:3], f"404 Not Found for {WEIGHTS} of no.one/pickled"),
 ])
 def test_not_on_the_hub(hub, model, tmp_path, name, files, says):
     """Nothing of it stays."""
@@ -299,6 +300,13 @@ def test_no_endpoint(tmp_path, monkeypatch, endpoint):
         find_model("124M", tmp_path)
 
 
+@pytest.mark.parametrize("endpoint", ["http://[", "http://127.0.0.1:99999", "http://a..b"])
+def test_an_endpoint_that_cannot_be(tmp_path, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(DownloadError, match="can't fetch config.json of openai-community/gpt2"):
+        find_model("124M", tmp_path)
+
+
 @pytest.mark.parametrize("name", ["no.one/nothing", "124N"])
 def test_one_line(hub, tmp_path, name):
     assert name in one_line(tmp_path, name)
@@ -310,7 +318,7 @@ def test_a_full_disk(hub, model, tmp_path, name):
     (tmp_path / "124M").mkdir()
     (tmp_path / "124M" / f"{name}.part").symlink_to("/dev/full")
     line = one_line(tmp_path)
-    assert "No space left on device; make room there" in line and str(tmp_path / "124M") in line
+    assert "No space left on device" in line and str(tmp_path / "124M") in line
     assert not (tmp_path / "124M" / name).exists()
     (tmp_path / "124M" / f"{name}.part").unlink()
     load_encoder_hparams_and_params("124M", tmp_path)
@@ -320,7 +328,7 @@ def test_a_full_disk(hub, model, tmp_path, name):
 def test_nowhere_to_write(hub, tmp_path):
     (tmp_path / "file").touch()
     line = one_line(tmp_path / "file" / "models")
-    assert "can't write" in line and "choose another place with --models_dir" in line
+    assert "can't write" in line and "--models_dir names another place" in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -218,8 +218,10 @@ def test_models_by_name_and_by_folder(folder, monkeypatch):
     assert find_model("models/copy").resolve() == folder
     (folder.parent / "half").mkdir()
     (folder.parent / "half" / "config.json").write_text("{}")
-    for name in "tiny", "half", "no such model":
-        with pytest.raises(FileNotFoundError, match=f"(?s){name}.* has copy, "):
+    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json"):
+        load_encoder_hparams_and_params("half", models_dir)
+    for name in "tiny", "no such model":
+        with pytest.raises(FileNotFoundError, match=f"no model '{name}'; .* has copy; "):
             find_model(name, models_dir)
 
 
