@@ -19,26 +19,41 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    # in place, because making a large array takes longer than the arithmetic on it
+    y = x * x * x
+    y *= 0.044715
+    y += x
+    y *= math.sqrt(2 / math.pi)                                  # sqrt(2 / pi) (x + 0.044715 x^3)
+    np.tanh(y, out=y)
+    y += 1
+    y *= x
+    y *= 0.5
+    return y
 
 
 def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
-    return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
+    x = x - x.max(axis=-1, keepdims=True)
+    np.exp(x, out=x)
+    x /= x.sum(axis=-1, keepdims=True)
+    return x
 
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    x = x - np.mean(x, axis=-1, keepdims=True)
-    variance = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(variance + eps) * g + b
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = (x * x).mean(axis=-1, keepdims=True)
+    x /= np.sqrt(variance + eps)
+    x *= g
+    x += b
+    return x
 
 
 def linear(x, w, b):
     """Apply a linear layer to each position; w is [in, out], b is [out]."""
-    return x @ w + b                                             # [T, in] -> [T, out]
+    y = x @ w                                                    # [T, in] -> [T, out]
+    y += b
+    return y
 
 
 def ffn(x, c_fc, c_proj):
@@ -49,8 +64,11 @@ def ffn(x, c_fc, c_proj):
 
 def attention(q, k, v, mask):
     """For each query, average the values, weighted by how well their keys match it."""
-    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [H, T, D] -> [H, T, T]
-    return softmax(scores + mask) @ v                            # [H, T, T] -> [H, T, D]
+    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
+    q = q / math.sqrt(q.shape[-1])
+    scores = q @ k.swapaxes(-1, -2)                              # [H, T, D] -> [H, T, T]
+    scores += mask
+    return softmax(scores) @ v                                   # [H, T, T] -> [H, T, D]
 
 
 def mha(x, c_attn, c_proj, n_head, mask):

@@ -1,9 +1,8 @@
 """GPT-2 in NumPy, version 3: a KV cache, so that the past is not recomputed.
 
 Attention is causal, so what a layer computes for a position does not depend on later tokens. Later
-tokens read only its key and its value, so each layer keeps those two. Generation now has two
-stages: prefill runs the whole prompt in one pass, then decode runs one new token per pass. Their
-masks and positions differ, so these are now made in generate.
+tokens read only its key and its value, so each layer keeps those two. Generation has two stages:
+prefill runs the prompt, decode one new token per pass; generate makes masks and positions for both.
 
 What it saves: for a prompt of 10 and 20 new tokens, 29 positions go through the model, not 390.
 What it costs: memory, 2 * n_layer * B * S * E floats, which np.concatenate copies at every step.
@@ -20,26 +19,40 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    # in place, because making a large array takes longer than the arithmetic on it
+    y = x * x * x
+    y *= 0.044715
+    y += x
+    y *= math.sqrt(2 / math.pi)                                  # sqrt(2 / pi) (x + 0.044715 x^3)
+    np.tanh(y, out=y)
+    y += 1
+    y *= x
+    y *= 0.5
+    return y
 
 
 def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    exp_x = np.exp(x - np.max(x, axis=-1, keepdims=True))
-    return exp_x / np.sum(exp_x, axis=-1, keepdims=True)
+    x = x - x.max(axis=-1, keepdims=True)
+    np.exp(x, out=x)
+    x /= x.sum(axis=-1, keepdims=True)
+    return x
 
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    x = x - np.mean(x, axis=-1, keepdims=True)
-    variance = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(variance + eps) * g + b
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = (x * x).mean(axis=-1, keepdims=True)
+    x /= np.sqrt(variance + eps)
+    x *= g
+    x += b
+    return x
 
 
 def linear(x, w, b):
     """Apply a linear layer to each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
+    y = x.reshape(-1, x.shape[-1]) @ w                           # [B * T, out]: one matmul
+    y += b
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
@@ -51,8 +64,11 @@ def ffn(x, c_fc, c_proj):
 
 def attention(q, k, v, mask):
     """For each query, average the values, weighted by how well their keys match it."""
-    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, S]
-    return softmax(scores + mask) @ v                            # [B, H, T, S] -> [B, H, T, D]
+    # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
+    q = q / math.sqrt(q.shape[-1])
+    scores = q @ k.swapaxes(-1, -2)                              # [B, H, T, D] -> [B, H, T, S]
+    scores += mask
+    return softmax(scores) @ v                                   # [B, H, T, S] -> [B, H, T, D]
 
 
 def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None):
@@ -116,12 +132,15 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
                          f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     kv_caches = [{"k": None, "v": None} for _ in params["blocks"]]
 
-    # Prefill: the whole prompt in one pass. Its last position predicts the first new token.
+    # Prefill: the prompt, in chunks that keep arrays small; its last position predicts a new token.
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
     mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
-    logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
+    for start in range(0, T, 256):
+        new = slice(start, start + 256)
+        logits = gpt2(input_ids[:, new], pos_ids[:, new], mask[:, :, new, :new.stop], kv_caches,
+                      **params, n_head=n_head, logits_to_keep=1)
     next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 

@@ -56,6 +56,17 @@ def test_bundled_model_to_the_last_position(tiny):
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("T", [255, 256, 257, 512, 513])
+def test_prompts_around_the_ends_of_chunks(T):
+    """Prefill with a cache takes 256 positions at a time; a row may be all padding in the first."""
+    hparams = make_hparams(n_ctx=520)
+    params = random_params(hparams)
+    prompt = np.random.RandomState(0).randint(0, hparams["n_vocab"], T).tolist()
+    expected, *others = four_ways([prompt, prompt[:3]], params, hparams["n_head"], 3)
+    for actual in others:
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("module", BATCHED)
 def test_greedy_tokens_of_transformers(module, reference, tiny):
     """Made by tests/data/make_references.py, from the same prompts."""
