@@ -116,9 +116,10 @@ def read_text(path):
 
 def read_json(path):
     """Return the object in a JSON file. ValueError, with the path, if there is none."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object")
@@ -145,7 +146,7 @@ def load_encoder(folder):
         raise ValueError(f"{merges_path}: {error}") from None
     vocab = read_json(vocab_path)
     for symbol in {**encoder.ids, **vocab}:
-        if vocab.get(symbol) != encoder.ids.get(symbol):
+        if symbol not in encoder.ids or vocab.get(symbol) != encoder.ids[symbol]:
             raise ValueError(
                 f"{vocab_path} does not match {merges_path}: {symbol!r} has the id "
                 f"{vocab.get(symbol)!r}, and by the merges {encoder.ids.get(symbol)}")

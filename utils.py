@@ -269,9 +269,11 @@ def download_model(model, models_dir=MODELS_DIR):
                 with contextlib.suppress(OSError):    # unless there is something in them
                     folder.rmdir()
                     folder.parent.rmdir()
+    except BrokenPipeError:                           # nobody reads stderr any more
+        raise
     except OSError as error:
-        raise DownloadError(f"can't write to {folder}: {error.strerror}; --models_dir names "
-                            f"another place") from None
+        raise DownloadError(f"can't use {error.filename or folder}: {error.strerror}; "
+                            f"--models_dir names another place") from None
     return folder
 
 
@@ -282,7 +284,7 @@ def one_process_at_a_time(models_dir):
     The system drops the lock when the process ends, however it ends; the empty file stays.
     """
     models_dir.mkdir(parents=True, exist_ok=True)
-    with open(models_dir / ".lock", "w") as lock:
+    with open(models_dir / ".lock", "a") as lock:
         if fcntl:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,8 +308,12 @@ def hub_session():
             request.headers["Authorization"] = f"Bearer {token}"
         return request
 
+    def rebuild_auth(request, response):          # on the way to another host; never from .netrc
+        if session.should_strip_auth(response.request.url, request.url):
+            request.headers.pop("Authorization", None)
+
     session = requests.Session()
-    session.auth = authorize                      # requests drops it on the way to another host
+    session.auth, session.rebuild_auth = authorize, rebuild_auth
     session.headers["Accept-Encoding"] = "identity"  # so that lengths are those of the files
     # Retry-After is not respected, because it may be an hour
     retry = Retry(total=5, connect=2, read=2, backoff_factor=0.5, raise_on_status=False,
@@ -320,9 +326,8 @@ def hub_session():
 def request_file(session, repo, name, start):
     """Ask the Hub for a file, from byte start on; return its answer, a requests.Response."""
     import requests
-    import urllib3
 
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    endpoint = os.environ.get("HF_ENDPOINT", "").strip() or "https://huggingface.co"
     if not re.match(r"https?://[\w\[]", endpoint):
         raise DownloadError(f"HF_ENDPOINT is {endpoint!r}, not an address such as "
                             f"https://huggingface.co")
@@ -330,19 +335,22 @@ def request_file(session, repo, name, start):
         response = session.get(f"{endpoint.rstrip('/')}/{repo}/resolve/main/{name}", stream=True,
                                headers={"Range": f"bytes={start}-"} if start else {},
                                timeout=TIMEOUT)
-    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise DownloadError(f"can't fetch {name} of {repo} ({type(error).__name__}): check the "
-                            f"network, and the name, and run this again; --model tiny needs no "
-                            f"network") from None
-    status = f"the Hub answers {response.status_code} {response.reason} for {name} of {repo}"
+    except (OSError, ValueError) as error:            # requests lets some others through
+        reason = type(error).__name__ if isinstance(error, requests.RequestException) else error
+        raise DownloadError(f"can't fetch {name} of {repo} ({reason}): check the network, the name "
+                            f"and HF_ENDPOINT, and run this again; --model tiny needs no network"
+                            ) from None
+    status = f"the Hub answers {response.status_code} for {name} of {repo}"
     if response.status_code in (401, 403):
         raise NotOnHub(f"{status}: check the name; a model that isn't public needs a token in "
                        f"HF_TOKEN, and a wrong token there shuts out from all")
     if response.status_code == 404:
         raise NotOnHub(f"{status}, and there is no such folder here: check the name; a model has "
                        f"to be a GPT-2 with {', '.join(MODEL_FILES)}")
-    if response.status_code >= 400 and response.status_code != 416:
+    if response.status_code not in (200, 206, 416):
         raise DownloadError(f"{status}: try again later")
+    if response.headers.get("Content-Type", "").startswith("text/html"):
+        raise DownloadError(f"{status} and sends a web page: a network that wants you to log in?")
     return response
 
 
@@ -350,8 +358,7 @@ def download_file(session, repo, path):
     """Fetch a file by way of path.part, going on from what is in there.
 
     The Hub answers 206 if it sends the part that we ask for, 200 for the whole file, 416 if there
-    is no such part. For a large file it redirects, and the redirect tells size and SHA-256 as
-    X-Linked-Size and X-Linked-ETag. What has no SHA-256 is always fetched from the beginning.
+    is no such part. What has no SHA-256 can't be put together, and begins from the beginning.
     """
     part = path.with_name(f"{path.name}.part")
     problem = "did not come"
@@ -359,28 +366,51 @@ def download_file(session, repo, path):
         # our last byte once more: if we have them all, there is no part after it
         start = max(part.stat().st_size - 1, 0) if part.is_file() else 0
         with request_file(session, repo, path.name, start) as response:
-            linked = next((answer.headers for answer in (*response.history, response)
-                           if "X-Linked-ETag" in answer.headers), {})
-            sha256 = re.fullmatch('"?([0-9a-f]{64})"?', linked.get("X-Linked-ETag", ""))
-            if response.status_code == 416 or start and not sha256:
+            size, sha256 = announced(response)
+            if response.status_code == 416 or (start and not sha256):
                 part.unlink(missing_ok=True)
                 continue
-            if response.status_code != 206:
-                start = 0
-            length = response.headers.get("Content-Length")
-            size = int(linked.get("X-Linked-Size") or (start + int(length) if length else 0))
-            whole = receive(response, part, start, size)
+            whole = receive(response, part, start if response.status_code == 206 else 0, size)
         received = part.stat().st_size
         if not whole or received < size:
             problem = f"broke off after {received} of {size or 'unknown'} bytes, which are kept"
-        elif size and received > size or sha256 and sha256[1] != sha256_of(part):
-            problem = "arrived damaged"
+            continue
+        try:
+            check_download(part, size, sha256)
+        except ValueError as error:
+            problem = f"arrived damaged ({error})"
             part.unlink()
         else:
             part.replace(path)
             return
     raise DownloadError(f"can't fetch {path.name} of {repo}: five times it {problem}; run this "
                         f"again")
+
+
+def announced(response):
+    """Return what the Hub says of a file: its size, or 0, and its SHA-256, or None.
+
+    For a large file, the Hub redirects, and the redirect says both: X-Linked-Size, X-Linked-ETag.
+    """
+    linked = next((answer.headers for answer in (*response.history, response)
+                   if "X-Linked-ETag" in answer.headers), {})
+    sha256 = re.fullmatch('"?([0-9a-f]{64})"?', linked.get("X-Linked-ETag", ""))
+    size = linked.get("X-Linked-Size", "")
+    if response.status_code == 200 and "Content-Encoding" not in response.headers:
+        size = size or response.headers.get("Content-Length", "")
+    return int(size) if size.isdecimal() else 0, sha256 and sha256[1]
+
+
+def check_download(path, size, sha256):
+    """Raise ValueError unless a file is what was announced, and can be what it should be."""
+    if size and path.stat().st_size != size:
+        raise ValueError(f"{path.stat().st_size} bytes instead of {size}")
+    if sha256 and sha256 != sha256_of(path):
+        raise ValueError("its SHA-256 is wrong")
+    check_file(path)
+    if path.name.startswith("model.safetensors"):
+        with open(path, "rb") as file:
+            read_safetensors_header(file)
 
 
 def receive(response, path, start, size):

@@ -19,7 +19,8 @@ import utils  # noqa: E402
 def loopback_only(monkeypatch):
     """Nothing but this machine is asked for models: by default port 9, where nobody answers."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in "NO_PROXY", "no_proxy":
+        monkeypatch.setenv(name, "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
 

@@ -1,4 +1,5 @@
 """Downloads, from a Hub on loopback that does wrong whatever can go wrong."""
+import gzip
 import os
 import re
 import signal
@@ -120,6 +121,9 @@ def test_the_token_goes_to_the_endpoint_alone(hub, tmp_path, monkeypatch):
     hub.token = "hf_secret"
     with pytest.raises(DownloadError, match="401.* HF_TOKEN"):
         find_model("124M", tmp_path)
+    hub.statuses = {"config.json": [403]}         # for a model whose terms one has to accept
+    with pytest.raises(DownloadError, match="403.* HF_TOKEN"):
+        find_model("124M", tmp_path)
     hub.requests.clear()
     monkeypatch.setenv("HF_TOKEN", " hf_secret\n")     # as it comes out of a file
     find_model("124M", tmp_path)
@@ -136,13 +140,16 @@ def test_the_token_has_precedence_over_netrc(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.token = "hf_secret"
     find_model("124M", tmp_path / "models")
+    assert {headers["Authorization"] for server, name, headers in hub.requests
+            if name != WEIGHTS} == {"Bearer hf_secret"}
 
 
 @pytest.mark.parametrize("token", ["hf_not it", "hf_two\nlines", "hf_ünicode"])
 def test_a_token_is_never_printed(hub, tmp_path, token):
     hub.token = "hf_secret"
-    line = one_line(tmp_path, HF_TOKEN=token)
-    assert "HF_TOKEN" in line and "hf_" not in line
+    with run(tmp_path, HF_TOKEN=token) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and b"HF_TOKEN" in stderr and b"hf_" not in stderr
 
 
 def test_one_bar_for_each_file(hub, model, tmp_path):
@@ -182,6 +189,8 @@ def test_the_next_run_goes_on(hub, model, tmp_path, monkeypatch, fault):
     assert present == {name: model[name] for name in model if name != WEIGHTS}
     assert len(part) > len(model[WEIGHTS]) / 2 and model[WEIGHTS].startswith(part)
     hub.faults, hub.requests = {}, []
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint + "/")
     load_encoder_hparams_and_params("124M", tmp_path)
     assert contents(tmp_path / "124M") == model
     assert hub.ranges(WEIGHTS) == [f"bytes={len(part) - 1}-"]
@@ -201,6 +210,8 @@ def test_going_on_from_another_file(hub, model, tmp_path, name, part, takes_rang
     hub.takes_ranges, hub.names_sha256 = takes_ranges, names_sha256
     load_encoder_hparams_and_params("124M", tmp_path)
     assert contents(tmp_path / "124M") == model
+    if part and not takes_ranges and names_sha256 and name == WEIGHTS:
+        assert len(hub.ranges(WEIGHTS)) == 1      # an answer from the beginning is taken as such
 
 
 def test_killed_between_the_last_byte_and_the_name(hub, model, tmp_path):
@@ -220,6 +231,55 @@ def test_damage(hub, model, tmp_path):
     hub.faults = {WEIGHTS: ["cut", "damage"]}
     load_encoder_hparams_and_params("124M", tmp_path)
     assert contents(tmp_path / "124M") == model
+
+
+@pytest.mark.parametrize("status, headers, content, says", [
+    (204, {}, b"", "answers 204"),
+    (302, {}, b"", "answers 302"),
+    (200, {}, b"", "is empty"),
+    (200, {"Content-Type": "text/html; charset=utf-8"}, b"<p>Please log in", "a web page"),
+    (200, {}, b"<html>Please log in", "is a web page"),
+    (200, {}, None, "cut off"),
+])
+def test_no_file_at_all(hub, model, tmp_path, status, headers, content, says):
+    """What has no hash, and is not the file either."""
+    hub.names_sha256 = False
+    content = model[WEIGHTS][:-9] if content is None else content
+    hub.instead = {WEIGHTS: (status, headers, content)}
+    with pytest.raises(DownloadError, match=says):
+        find_model("124M", tmp_path)
+    assert not (tmp_path / "124M" / WEIGHTS).exists()
+    hub.instead = {}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_a_web_page_instead_of_the_rest(hub, model, tmp_path):
+    """What is there of the file stays there."""
+    (tmp_path / "124M").mkdir()
+    (tmp_path / "124M" / f"{WEIGHTS}.part").write_bytes(model[WEIGHTS][:1000])
+    hub.instead = {WEIGHTS: (200, {"Content-Type": "text/html"}, b"<p>Please log in")}
+    with pytest.raises(DownloadError, match="a web page"):
+        find_model("124M", tmp_path)
+    hub.instead = {}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert hub.ranges(WEIGHTS) == ["bytes=999-"]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES[:3])
+def test_compressed_content(hub, model, tmp_path, name):
+    """It is not asked for, and its Content-Length is not that of the file."""
+    hub.instead = {name: (200, {"Content-Encoding": "gzip"}, gzip.compress(model[name]))}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+    assert {headers["Accept-Encoding"] for _, _, headers in hub.requests} == {"identity"}
+
+
+def test_another_size_than_announced(hub, model, tmp_path):
+    headers = {"X-Linked-ETag": "none", "X-Linked-Size": len(model[WEIGHTS])}
+    hub.instead = {WEIGHTS: (200, headers, model[WEIGHTS] + b"x")}
+    with pytest.raises(DownloadError, match="bytes instead of"):
+        find_model("124M", tmp_path)
 
 
 def test_a_busy_hub(hub, model, tmp_path, no_pauses):
@@ -249,8 +309,8 @@ def test_pauses_between_attempts(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, files, says", [
-    ("no.one/nothing", [], "404 Not Found for config.json of no.one/nothing.* check the name"),
-    ("no.one/pickled", MODEL_FILES[:3], f"404 Not Found for {WEIGHTS} of no.one/pickled"),
+    ("no.one/nothing", [], "404 for config.json of no.one/nothing.* check the name"),
+    ("no.one/pickled", MODEL_FILES[:3], f"404 for {WEIGHTS} of no.one/pickled"),
 ])
 def test_not_on_the_hub(hub, model, tmp_path, name, files, says):
     """Nothing of it stays."""
@@ -262,7 +322,7 @@ def test_not_on_the_hub(hub, model, tmp_path, name, files, says):
 
 @pytest.mark.parametrize("file, content, says", [
     ("config.json", b'{"model_type": "llama"}', "model_type is 'llama'"),
-    ("config.json", b"<html>Please log in", "config.json is not JSON"),
+    ("config.json", b"[1, 2]", "config.json does not hold a JSON object"),
     ("vocab.json", b'{"a": 0}', "vocab.json does not match"),
     ("merges.txt", b"a b\n", "does not match"),
 ])
@@ -312,6 +372,17 @@ def test_one_line(hub, tmp_path, name):
     assert name in one_line(tmp_path, name)
 
 
+def test_certificates_that_are_not_there(tmp_path):
+    line = one_line(tmp_path, HF_ENDPOINT="https://127.0.0.1:9", REQUESTS_CA_BUNDLE="/no/where")
+    assert "/no/where" in line and "check the network" in line
+
+
+def test_a_lock_of_the_users(hub, tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    find_model("124M", tmp_path)
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_a_full_disk(hub, model, tmp_path, name):
@@ -328,7 +399,7 @@ def test_a_full_disk(hub, model, tmp_path, name):
 def test_nowhere_to_write(hub, tmp_path):
     (tmp_path / "file").touch()
     line = one_line(tmp_path / "file" / "models")
-    assert "can't write" in line and "--models_dir names another place" in line
+    assert str(tmp_path / "file") in line and "--models_dir names another place" in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -368,6 +439,8 @@ def test_two_at_once(hub, model, tmp_path):
         assert hub.stalled.wait(30)
         with run(tmp_path) as second:
             said = second.stderr.readline()
+            time.sleep(0.5)                       # in which the second would get on, if it did
+            assert second.poll() is None and hub.ranges(WEIGHTS) == [None]
             hub.go_on.set()
             outputs = [process.communicate(timeout=60) for process in (first, second)]
     assert said == b"waiting for another download to end\n"

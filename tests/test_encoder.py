@@ -130,6 +130,7 @@ def test_merges_of_number_signs(tmp_path):
     ({"he": 257, "ll": 256}, "does not match"),
     ({"<|endoftext|>": 0}, "does not match"),
     ({"more": 260}, "does not match"),
+    ({"more": None}, "does not match"),
     ({"!": "0"}, "does not match"),
 ])
 def test_vocab_that_does_not_match_the_merges(tmp_path, change, message):
@@ -164,6 +165,7 @@ def test_merges_of_unknown_tokens(tmp_path, merges):
     ("vocab.json", b"{", "JSON"),
     ("vocab.json", b"[1]", "a JSON object"),
     ("vocab.json", b"", "JSON"),
+    ("vocab.json", b'{"a": ' + b"9" * 5000 + b"}", "JSON"),
     ("vocab.json", b"[" * 10**6, "JSON"),
 ])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):

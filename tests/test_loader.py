@@ -256,6 +256,7 @@ def test_something_else_in_its_place(folder, name, content, message):
     ({"n_head": 3}, "n_head 3 does not divide n_embd"),
     ({"n_head": 0}, "n_head is 0"),
     ({"n_layer": "4"}, "n_layer is '4'"),
+    ({"n_layer": 4.0}, "n_layer is 4.0"),
     ({"n_positions": None}, "n_positions is None"),
     ({"n_head": True}, "n_head is True"),
     ({"vocab_size": 50257}, "2048 tokens, config.json says 50257"),

@@ -1,0 +1,450 @@
+"""Measure what each version costs, on the machine this runs on.
+
+    python benchmark.py cache     generating without a cache, with one, with a preallocated one
+    python benchmark.py steps     the time of one decode step, by position
+    python benchmark.py concat    growing a cache by np.concatenate, or writing into a slice
+    python benchmark.py memory    how much a cache takes, reserves, and makes a step read
+    python benchmark.py peers     version 4 beside Hugging Face Transformers and CTranslate2
+
+Prints Markdown tables; progress goes to stderr. Times are medians of several runs, after one that
+doesn't count. Let the machine do nothing else meanwhile. --plot needs matplotlib; peers needs
+torch, transformers and ctranslate2.
+"""
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+
+import gpt2_v2_padding
+import gpt2_v3_kvcache
+import gpt2_v4_prealloc
+import utils
+from gpt2_v4_prealloc import KVCache, kv_cache_bytes
+
+VERSIONS = {"v2": gpt2_v2_padding, "v3": gpt2_v3_kvcache, "v4": gpt2_v4_prealloc}
+# OpenAI's sizes: n_layer, n_head, n_embd
+GPT2_SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280),
+              "1558M": (48, 25, 1600)}
+CONTEXTS = 128, 512, 1024, 2048, 8192, 32768
+BYTES_PER_TOKEN = {
+    f"GPT-2 {name}": kv_cache_bytes(n_layer, 1, 1, n_head, n_embd // n_head)
+    for name, (n_layer, n_head, n_embd) in GPT2_SIZES.items()} | {
+    # from their config.json: num_hidden_layers, num_key_value_heads, head_dim; 2 bytes a value
+    "Qwen3-0.6B": kv_cache_bytes(28, 1, 1, 8, 128, bytes_per_value=2),
+    "Llama 3 8B": kv_cache_bytes(32, 1, 1, 8, 128, bytes_per_value=2)}
+COLORS = {"v2": "tab:red", "v3": "tab:orange", "v4": "tab:blue"}
+THREADS = int(os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count())
+
+
+def random_params(n_layer, n_embd, n_vocab=50257, n_ctx=1024):
+    """Params of normally distributed weights; their values do not matter for the speed.
+
+    Wide enough apart for logits that differ clearly, so that all engines choose the same tokens.
+    """
+    random = np.random.default_rng(0)
+
+    def normal(*shape):
+        return random.standard_normal(shape, dtype=np.float32) * np.float32(0.05)
+
+    def norm():
+        return {"g": 1 + normal(n_embd), "b": normal(n_embd)}
+
+    def linear(n_in, n_out):
+        return {"w": normal(n_in, n_out), "b": normal(n_out)}
+
+    def block():
+        return {"ln_1": norm(), "attn": {"c_attn": linear(n_embd, 3 * n_embd),
+                                         "c_proj": linear(n_embd, n_embd)},
+                "ln_2": norm(), "mlp": {"c_fc": linear(n_embd, 4 * n_embd),
+                                        "c_proj": linear(4 * n_embd, n_embd)}}
+
+    return {"wte": normal(n_vocab, n_embd), "wpe": normal(n_ctx, n_embd),
+            "blocks": [block() for _ in range(n_layer)], "ln_f": norm()}
+
+
+class Model:
+    """The params to measure with, and random prompts for them."""
+
+    def __init__(self, options):
+        if options.random:
+            n_layer, self.n_head, n_embd = GPT2_SIZES[options.random]
+            self.name, self.params = f"random {options.random}", random_params(n_layer, n_embd)
+        else:
+            _, hparams, self.params = utils.load_encoder_hparams_and_params(
+                options.model, options.models_dir)
+            self.name, self.n_head = options.model, hparams["n_head"]
+        self.n_vocab, self.n_embd = self.params["wte"].shape
+        self.n_ctx, self.n_layer = len(self.params["wpe"]), len(self.params["blocks"])
+
+    def prompts(self, batch, T):
+        """input_ids [B, T], and an attention_mask of ones."""
+        ids = np.random.default_rng(T).integers(0, self.n_vocab - 1, (batch, T))
+        return ids, np.ones((batch, T), dtype=np.float32)
+
+    def generate(self, module, batch, n):
+        """Return new ids [B, n], and the seconds for each: the first is the prefill's.
+
+        The progress bar of generate is replaced: what stands for it looks at the clock.
+        """
+        stamps = []
+
+        def look_at_the_clock(steps, *_, **__):
+            for step in steps:
+                stamps.append(time.perf_counter())
+                yield step
+            stamps.append(time.perf_counter())
+
+        module.tqdm = types.SimpleNamespace(tqdm=look_at_the_clock)
+        start = time.perf_counter()
+        ids = module.generate(*batch, self.params, self.n_head, n)
+        return ids, np.diff([start, *stamps[-n:]])
+
+    def count_positions(self, module, batch, n):
+        """Return how many positions generate sends through gpt2."""
+        sizes, gpt2 = [], module.gpt2
+
+        def counted(input_ids, *args, **kwargs):
+            sizes.append(input_ids.size)
+            return gpt2(input_ids, *args, **kwargs)
+
+        module.gpt2 = counted
+        try:
+            module.generate(*batch, self.params, self.n_head, n)
+        finally:
+            module.gpt2 = gpt2
+        return sum(sizes)
+
+
+def machine():
+    """One line: what the figures depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = platform.processor() or platform.machine()
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(": ")[2]
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return (f"{cpu}, {os.cpu_count()} cores, {THREADS} threads; Python "
+            f"{platform.python_version()}, NumPy {np.__version__}, {blas['name']} "
+            f"{blas['version']}")
+
+
+def print_table(title, header, rows):
+    print(f"{title}\n\n{machine()}\n")
+    print("|", " | ".join(header), "|")
+    print("|", " | ".join("---:" for _ in header), "|")
+    for row in rows:
+        print("|", " | ".join(row), "|")
+    print()
+
+
+def progress(text):
+    print(text, file=sys.stderr)
+
+
+def median_of_runs(run, runs):
+    """run() returns an array of seconds; element by element the median, the first not counted."""
+    return np.median([run() for _ in range(runs + 1)][1:], axis=0)
+
+
+def cache(options, model):
+    rows = []
+    batch = model.prompts(1, options.prompt)
+    lengths = sorted({min(n, model.n_ctx - options.prompt + 1) for n in (64, 256, 1000)})
+    for n in lengths:
+        seconds = {}
+        for version, module in VERSIONS.items():
+            progress(f"{n} new tokens, {version}")
+            seconds[version] = median_of_runs(
+                lambda: model.generate(module, batch, n)[1].sum(), options.runs)
+            rows.append([f"{n}", version, f"{seconds[version]:.2f}",
+                         f"{n / seconds[version]:.1f}",
+                         f"{model.count_positions(module, batch, n):,}",
+                         f"{seconds['v2'] / seconds[version]:.1f}"])
+    print_table(f"Generating after a prompt of {options.prompt} tokens, {model.name}",
+                ["new tokens", "version", "seconds", "tokens/s", "positions", "times v2"], rows)
+
+
+def steps(options, model):
+    positions = [p for p in (10, 128, 256, 384, 512, 640, 768, 896, 1000) if p + 9 <= model.n_ctx]
+    milliseconds = {version: [] for version in VERSIONS}
+    for T in positions:
+        batch = model.prompts(1, T)
+        for version, module in VERSIONS.items():
+            progress(f"position {T}, {version}")
+            runs = [model.generate(module, batch, 9)[1][1:] for _ in range(options.runs + 1)]
+            milliseconds[version].append(1000 * np.median(runs[1:]))
+    print_table(f"Milliseconds for one decode step, by position, {model.name}",
+                ["position", *VERSIONS],
+                [[f"{position}"] + [f"{milliseconds[version][n]:.1f}" for version in VERSIONS]
+                 for n, position in enumerate(positions)])
+    if options.plot:
+        figure, axes = options.plot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+        for axis, versions in zip(axes, (["v2", "v3", "v4"], ["v3", "v4"])):
+            for version in versions:
+                axis.plot(positions, milliseconds[version], "o-", color=COLORS[version],
+                          label=version)
+            axis.set(xlabel="position", ylabel="milliseconds for one decode step", ylim=0)
+            axis.legend()
+        save(figure, "steps.png")
+
+
+def concat(options, model):
+    n_head, head_dim, rows = 12, 64, []           # one layer of GPT-2 124M
+    for batch in 1, 8:
+        for length in 128, 512, 1024, 2048, 4096, 8192:
+            progress(f"batch {batch}, {length} positions")
+            cache = KVCache(1, batch, n_head, length, head_dim)
+            cache.keys[:] = cache.values[:] = 0
+            past = [cache.keys[0, :, :, :-1].copy(), cache.values[0, :, :, :-1].copy()]
+            new = np.ones((batch, n_head, 1, head_dim), dtype=np.float32)
+
+            def grow():
+                start = time.perf_counter()
+                for old in past:
+                    np.concatenate([old, new], axis=2)
+                return time.perf_counter() - start
+
+            def write():
+                cache.lengths[0] = length - 1
+                start = time.perf_counter()
+                cache.update(0, new, new)
+                return time.perf_counter() - start
+
+            grown, written = (1e6 * median_of_runs(run, 10 * options.runs) for run in (grow, write))
+            rows.append([f"{batch}", f"{length:,}", f"{grown:,.0f}", f"{written:,.1f}",
+                         f"{sum(range(length)):,}", "0"])
+    print_table("One layer's cache takes in one more position: microseconds, and entries copied in "
+                "all on the way there",
+                ["batch", "length", "concatenate", "slice", "copied by concatenate", "by slice"],
+                rows)
+
+
+def memory(options, model):
+    head_dim = model.n_embd // model.n_head
+    mib = 2**20
+    rows = []
+    for name, (n_layer, n_head, n_embd) in GPT2_SIZES.items():
+        for batch in 1, 8:
+            sizes = n_layer, batch, n_head, 1024, n_embd // n_head
+            formula = kv_cache_bytes(n_layer, batch, 1024, n_head, n_embd // n_head)
+            rows.append([f"GPT-2 {name}", f"{batch}", f"{formula:,}", f"{KVCache(*sizes).nbytes:,}",
+                         f"{formula / mib:,.0f}"])
+    print_table("A cache of 1,024 positions in float32",
+                ["model", "batch", "bytes by the formula", "bytes allocated", "MiB"], rows)
+
+    rows = [[name, f"{per_token / 1024:,.0f}"] + [f"{per_token * n / mib:,.0f}" for n in CONTEXTS]
+            for name, per_token in BYTES_PER_TOKEN.items()]
+    print_table("MiB of cache for one sequence, by its length; GPT-2, which ends at 1,024, in "
+                "float32, the others in 16 bits",
+                ["model", "KiB a token", *(f"{n:,}" for n in CONTEXTS)], rows)
+
+    # eight requests: lengths of the prompts and of what is generated
+    requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90), (600, 32)]
+    capacity = max(T for T, _ in requests) + max(n for _, n in requests) - 1
+    rows = []
+    for T, n in requests:
+        used = kv_cache_bytes(model.n_layer, 1, T + n - 1, model.n_head, head_dim)
+        reserved = kv_cache_bytes(model.n_layer, 1, capacity, model.n_head, head_dim)
+        rows.append([f"{T}", f"{n}", f"{T + n - 1}", f"{capacity}", f"{used / mib:.1f}",
+                     f"{reserved / mib:.1f}", f"{used / reserved:.0%}"])
+    used = sum(T + n - 1 for T, n in requests)
+    rows.append(["all", "", f"{used:,}", f"{8 * capacity:,}",
+                 f"{kv_cache_bytes(model.n_layer, 1, used, model.n_head, head_dim) / mib:.1f}",
+                 f"{kv_cache_bytes(model.n_layer, 8, capacity, model.n_head, head_dim) / mib:.1f}",
+                 f"{used / (8 * capacity):.0%}"])
+    print_table(f"Eight requests in one batch, {model.name}: each row has room for the longest "
+                "prompt and the longest answer",
+                ["prompt", "new", "positions used", "reserved", "MiB used", "reserved", "used"],
+                rows)
+
+    weights = sum(array.nbytes for name, array in hugging_face_names(model.params).items()
+                  if name not in ("transformer.wpe.weight", "lm_head.weight"))
+    rows = []
+    for batch in 1, 8, 32:
+        for length in 128, 512, 1024:
+            cache = kv_cache_bytes(model.n_layer, batch, length, model.n_head, head_dim)
+            rows.append([f"{batch}", f"{length:,}", f"{weights / 1e6:,.0f}", f"{cache / 1e6:,.0f}",
+                         f"{cache / (weights + cache):.0%}"])
+    print_table(f"What one decode step reads, in MB, {model.name}",
+                ["batch", "context", "weights", "cache", "share of the cache"], rows)
+    if options.plot:
+        figure, axis = options.plot.subplots(figsize=(6.4, 4), layout="constrained")
+        for name, per_token in BYTES_PER_TOKEN.items():
+            lengths = [n for n in CONTEXTS if n <= 1024 or not name.startswith("GPT-2")]
+            axis.plot(lengths, [per_token * n / mib for n in lengths], "o-", label=name)
+        axis.set(xlabel="context, in tokens", ylabel="MiB of cache for one sequence")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.legend()
+        save(figure, "memory.png")
+
+
+def transformers_engine(model):
+    """The same weights in Hugging Face Transformers: (its GPT2LMHeadModel, a generate)."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(THREADS)
+    transformers.logging.set_verbosity_error()
+    config = transformers.GPT2Config(
+        vocab_size=model.n_vocab, n_positions=model.n_ctx, n_embd=model.n_embd,
+        n_layer=model.n_layer, n_head=model.n_head)
+    gpt2 = transformers.GPT2LMHeadModel(config).eval()
+    gpt2.load_state_dict({name: torch.from_numpy(array)
+                          for name, array in hugging_face_names(model.params).items()})
+
+    def generate(batch, n):
+        stamps = []
+        streamer = types.SimpleNamespace(put=lambda _: stamps.append(time.perf_counter()),
+                                         end=lambda: None)
+        ids, mask = map(torch.from_numpy, batch)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = gpt2.generate(ids, attention_mask=mask, min_new_tokens=n, max_new_tokens=n,
+                                   do_sample=False, pad_token_id=0, streamer=streamer)
+        return output[:, ids.shape[1]:].numpy(), np.diff([start, *stamps[1:]])  # [0]: the prompt
+
+    return gpt2, generate
+
+
+def hugging_face_names(params):
+    """{the name that GPT2LMHeadModel has for a parameter: the array}"""
+    names = {"transformer.wte.weight": params["wte"], "transformer.wpe.weight": params["wpe"],
+             "lm_head.weight": params["wte"]}
+
+    def add(name, layer):
+        names[f"transformer.{name}.weight"] = layer["w"] if "w" in layer else layer["g"]
+        names[f"transformer.{name}.bias"] = layer["b"]
+
+    for n, block in enumerate(params["blocks"]):
+        for part in "ln_1", "ln_2":
+            add(f"h.{n}.{part}", block[part])
+        for part in "attn", "mlp":
+            for name, layer in block[part].items():
+                add(f"h.{n}.{part}.{name}", layer)
+    add("ln_f", params["ln_f"])
+    return names
+
+
+def ctranslate2_engine(model, gpt2):
+    """The same weights in CTranslate2, which converts a folder of Transformers': a generate."""
+    import ctranslate2
+
+    with tempfile.TemporaryDirectory() as folder:
+        gpt2.save_pretrained(folder)
+        tokens = [f"t{n}" for n in range(model.n_vocab - 1)] + ["<|endoftext|>"]
+        Path(folder, "vocab.json").write_text(json.dumps({t: n for n, t in enumerate(tokens)}))
+        Path(folder, "merges.txt").write_text("#version: 0.2\n")
+        ctranslate2.converters.TransformersConverter(folder).convert(f"{folder}/ctranslate2")
+        generator = ctranslate2.Generator(f"{folder}/ctranslate2", compute_type="float32",
+                                          inter_threads=1, intra_threads=THREADS)
+
+    def generate(batch, n):
+        stamps = []
+
+        def look_at_the_clock(result):
+            if result.batch_id == 0:
+                stamps.append(time.perf_counter())
+
+        prompts = [[tokens[token_id] for token_id in row] for row in batch[0]]
+        start = time.perf_counter()
+        results = generator.generate_batch(
+            prompts, min_length=n, max_length=n, include_prompt_in_result=False,
+            callback=look_at_the_clock)
+        return [result.sequences_ids[0] for result in results], np.diff([start, *stamps])
+
+    return generate
+
+
+def floor_seconds(model, n_positions, batch):
+    """The matrix products of a pass alone: all linear layers, and the unembedding of a batch."""
+    x = {n: np.ones((n_positions, n), dtype=np.float32) for n in (model.n_embd, 4 * model.n_embd)}
+    start = time.perf_counter()
+    for block in model.params["blocks"]:
+        for layer in *block["attn"].values(), *block["mlp"].values():
+            x[len(layer["w"])] @ layer["w"]
+    x[model.n_embd][:batch] @ model.params["wte"].T
+    return time.perf_counter() - start
+
+
+def peers(options, model):
+    progress("converting the weights")
+    gpt2, transformers_generate = transformers_engine(model)
+    engines = {"v3": lambda batch, n: model.generate(gpt2_v3_kvcache, batch, n),
+               "v4": lambda batch, n: model.generate(gpt2_v4_prealloc, batch, n),
+               "Transformers": transformers_generate,
+               "CTranslate2": ctranslate2_engine(model, gpt2)}
+    n, tables = 12, {"Medians": [], "Best": []}
+    for B, T in (1, 10), (1, 512), (1, 990), (8, 10), (8, 256):
+        if T + n - 1 > model.n_ctx:
+            continue
+        batch, seconds = model.prompts(B, T), {name: [] for name in [*engines, "floor"]}
+        for run in range(options.runs + 1):       # in turn, so that all meet the same disturbances
+            progress(f"batch {B}, prompt {T}, run {run} of {options.runs}")
+            ids = {}
+            for name, generate in engines.items():
+                ids[name], times = generate(batch, n)
+                seconds[name].append(times)
+                assert np.array_equal(ids[name], ids["v3"]), f"{name} generates other tokens"
+            seconds["floor"].append([floor_seconds(model, B * T, B)]
+                                    + [floor_seconds(model, B, B) for _ in range(1, n)])
+        for phase, tokens in ("prefill", slice(0, 1)), ("decode", slice(1, None)):
+            for name, best in ("Medians", np.median), ("Best", np.min):
+                ms = {engine: 1000 * best(np.array(times)[1:, tokens])
+                      for engine, times in seconds.items()}
+                tables[name].append(
+                    [phase, f"{B}", f"{T}", *(f"{ms[engine]:.1f}" for engine in seconds)]
+                    + [f"{ms['v4'] / ms[engine]:.2f}" for engine in seconds if engine != "v4"])
+    for name, rows in tables.items():
+        print_table(f"{name} of {options.runs} runs, {model.name}, float32: milliseconds to the "
+                    f"first token (prefill) and for each of the next {n - 1} (decode)",
+                    ["", "batch", "prompt", *engines, "floor", "v4 : v3", "v4 : Transformers",
+                     "v4 : CTranslate2", "v4 : floor"], sorted(rows, key=lambda row: row[0]))
+
+
+def save(figure, name):
+    path = Path(__file__).resolve().parent / "docs" / name
+    figure.savefig(path, dpi=120)
+    progress(f"wrote {path}")
+
+
+def main():
+    parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cache", "steps", "concat", "memory", "peers"])
+    parser.add_argument("--model", default="tiny", help="as for the scripts (default: tiny)")
+    parser.add_argument("--models_dir", type=Path, default=utils.MODELS_DIR)
+    parser.add_argument("--random", choices=GPT2_SIZES,
+                        help="random weights of this size of GPT-2, instead of a model")
+    parser.add_argument("--prompt", type=utils.positive, default=10, metavar="T",
+                        help="tokens in the prompt, for cache (default: 10)")
+    parser.add_argument("--runs", type=utils.positive, default=3, metavar="N",
+                        help="how many runs to take the median of (default: 3)")
+    parser.add_argument("--plot", action="store_true",
+                        help="draw docs/steps.png or docs/memory.png as well")
+    options = parser.parse_args()
+    needed = {"matplotlib": options.plot} | dict.fromkeys(
+        ["torch", "transformers", "ctranslate2"], options.what == "peers")
+    missing = [name for name in needed if needed[name] and not importlib.util.find_spec(name)]
+    if missing:
+        parser.error(f"this needs more packages: pip install {' '.join(missing)}")
+    if options.plot:
+        options.plot = importlib.import_module("matplotlib.pyplot")
+    try:
+        model = Model(options)
+    except (OSError, ValueError, utils.DownloadError) as error:
+        parser.error(str(error))
+    globals()[options.what](options, model)
+
+
+if __name__ == "__main__":
+    main()
