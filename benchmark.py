@@ -6,9 +6,9 @@
     python benchmark.py memory    how much a cache takes, reserves, and makes a step read
     python benchmark.py peers     version 4 beside Hugging Face Transformers and CTranslate2
 
-Prints Markdown tables; progress goes to stderr. Times are medians of several runs, after one that
-doesn't count. Let the machine do nothing else meanwhile. --plot needs matplotlib; peers needs
-torch, transformers and ctranslate2.
+Prints Markdown tables; progress goes to stderr. Times are medians of several runs, after a warm-up.
+Let the machine do nothing else meanwhile: threads that wait for each other are very slow. --plot
+needs matplotlib; peers needs torch, transformers and ctranslate2.
 """
 import argparse
 import importlib
@@ -103,9 +103,12 @@ class Model:
                 yield step
             stamps.append(time.perf_counter())
 
-        module.tqdm = types.SimpleNamespace(tqdm=look_at_the_clock)
-        start = time.perf_counter()
-        ids = module.generate(*batch, self.params, self.n_head, n)
+        tqdm, module.tqdm = module.tqdm, types.SimpleNamespace(tqdm=look_at_the_clock)
+        try:
+            start = time.perf_counter()
+            ids = module.generate(*batch, self.params, self.n_head, n)
+        finally:
+            module.tqdm = tqdm
         return ids, np.diff([start, *stamps[-n:]])
 
     def count_positions(self, module, batch, n):
@@ -151,27 +154,24 @@ def progress(text):
     print(text, file=sys.stderr)
 
 
-def median_of_runs(run, runs):
-    """run() returns an array of seconds; element by element the median, the first not counted."""
-    return np.median([run() for _ in range(runs + 1)][1:], axis=0)
-
-
 def cache(options, model):
     rows = []
     batch = model.prompts(1, options.prompt)
-    lengths = sorted({min(n, model.n_ctx - options.prompt + 1) for n in (64, 256, 1000)})
-    for n in lengths:
-        seconds = {}
+    for n in sorted({min(n, model.n_ctx - options.prompt + 1) for n in (64, 256, 1000)}):
+        medians = {}
         for version, module in VERSIONS.items():
-            progress(f"{n} new tokens, {version}")
-            seconds[version] = median_of_runs(
-                lambda: model.generate(module, batch, n)[1].sum(), options.runs)
-            rows.append([f"{n}", version, f"{seconds[version]:.2f}",
-                         f"{n / seconds[version]:.1f}",
+            model.generate(module, batch, 2)
+            runs = []
+            for run in range(options.runs):
+                progress(f"{n} new tokens, {version}, run {run + 1} of {options.runs}")
+                runs.append(model.generate(module, batch, n)[1].sum())
+            medians[version] = np.median(runs)
+            rows.append([f"{n}", version, f"{medians[version]:.2f}",
+                         f"{n / medians[version]:.1f}",
                          f"{model.count_positions(module, batch, n):,}",
-                         f"{seconds['v2'] / seconds[version]:.1f}"])
+                         f"{medians['v2'] / medians[version]:.1f}"])
     print_table(f"Generating after a prompt of {options.prompt} tokens, {model.name}",
-                ["new tokens", "version", "seconds", "tokens/s", "positions", "times v2"], rows)
+                ["new tokens", "version", "seconds", "tokens/s", "positions", "speed-up"], rows)
 
 
 def steps(options, model):
@@ -220,7 +220,8 @@ def concat(options, model):
                 cache.update(0, new, new)
                 return time.perf_counter() - start
 
-            grown, written = (1e6 * median_of_runs(run, 10 * options.runs) for run in (grow, write))
+            grown, written = (1e6 * np.median([run() for _ in range(10 * options.runs + 1)][1:])
+                              for run in (grow, write))
             rows.append([f"{batch}", f"{length:,}", f"{grown:,.0f}", f"{written:,.1f}",
                          f"{sum(range(length)):,}", "0"])
     print_table("One layer's cache takes in one more position: microseconds, and entries copied in "
@@ -249,7 +250,8 @@ def memory(options, model):
                 ["model", "KiB a token", *(f"{n:,}" for n in CONTEXTS)], rows)
 
     # eight requests: lengths of the prompts and of what is generated
-    requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90), (600, 32)]
+    requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90),
+                (600, 32)]
     capacity = max(T for T, _ in requests) + max(n for _, n in requests) - 1
     rows = []
     for T, n in requests:
@@ -447,4 +449,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -69,7 +69,7 @@ def one_line(models_dir, model="124M", **environment):
     return line
 
 
-@pytest.mark.parametrize("name, repo", {  # as DESIGN names them, and any other on the Hub
+@pytest.mark.parametrize("name, repo", {  # OpenAI's names, and any other on the Hub
     "124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
     "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl",
     "some.one/a_model-2": "some.one/a_model-2"}.items())
@@ -190,7 +190,7 @@ def test_the_next_run_goes_on(hub, model, tmp_path, monkeypatch, fault):
     assert len(part) > len(model[WEIGHTS]) / 2 and model[WEIGHTS].startswith(part)
     hub.faults, hub.requests = {}, []
     monkeypatch.undo()
-    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint + "/")
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     load_encoder_hparams_and_params("124M", tmp_path)
     assert contents(tmp_path / "124M") == model
     assert hub.ranges(WEIGHTS) == [f"bytes={len(part) - 1}-"]

@@ -1,0 +1,47 @@
+"""Draw masks.png: the attention mask of prefill, a square, and those of decode, a row each.
+
+    python docs/masks.py
+
+The masks are those that gpt2_v3_kvcache.generate makes for a row of the batch with two columns of
+padding. Needs matplotlib.
+"""
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import gpt2_v3_kvcache as v3  # noqa: E402
+import utils  # noqa: E402
+
+_, hparams, params = utils.load_encoder_hparams_and_params("tiny")
+masks, gpt2 = [], v3.gpt2
+
+
+def noting(input_ids, pos_ids, mask, *args, **kwargs):
+    masks.append(mask[-1, 0] == 0)                # the row with padding: [T, S], True: may attend
+    return gpt2(input_ids, pos_ids, mask, *args, **kwargs)
+
+
+v3.gpt2 = noting
+v3.generate(*v3.pad_batch([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]), params, hparams["n_head"], 4)
+
+T, S = 6, masks[-1].shape[1]
+figure, axes = plt.subplots(len(masks), 1, figsize=(5, 5.4), layout="constrained",
+                            height_ratios=[len(mask) for mask in masks])
+names = ["prefill"] + [f"decode {n}" for n in range(1, len(masks))]
+for axis, mask, name in zip(axes, masks, names):
+    padded = np.full((len(mask), S), np.nan)
+    padded[:, :mask.shape[1]] = mask
+    axis.pcolormesh(padded, cmap="Blues", vmin=-0.15, vmax=1.4, edgecolors="white", linewidth=2)
+    axis.set(xlim=(0, S), ylim=(len(mask), 0), aspect="equal", yticks=[], frame_on=False,
+             xticks=[] if mask is not masks[0] else np.arange(S) + 0.5)
+    axis.set_ylabel(name, rotation=0, ha="right", va="center")
+axes[0].set_xticklabels(["pad", "pad", *(f"t{n}" for n in range(1, S - 1))])
+axes[0].xaxis.tick_top()
+axes[0].tick_params(length=0)
+axes[0].set_title("keys: dark ones are attended to")
+figure.savefig(HERE / "masks.png", dpi=120)

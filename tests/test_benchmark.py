@@ -1,0 +1,62 @@
+"""benchmark.py: what it counts and computes; its times are nobody's business here."""
+import subprocess
+import sys
+import types
+
+import pytest
+
+import benchmark
+from conftest import ROOT
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, str(ROOT / "benchmark.py"), *arguments],
+                          capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model():
+    options = types.SimpleNamespace(random=None, model="tiny", models_dir=ROOT / "models")
+    return benchmark.Model(options)
+
+
+@pytest.mark.parametrize("T, n, uncached, cached", [(10, 20, 390, 29), (3, 3, 12, 5)])
+def test_positions(model, T, n, uncached, cached):
+    """10 + 11 + ... + 29 is 390, 10 + 19 is 29; 3 + 4 + 5 is 12, 3 + 2 is 5."""
+    positions = [model.count_positions(module, model.prompts(1, T), n)
+                 for module in benchmark.VERSIONS.values()]
+    assert positions == [uncached, cached, cached]
+
+
+@pytest.mark.parametrize("version", benchmark.VERSIONS)
+def test_a_time_for_each_token(model, version):
+    """And the tokens that the script itself generates."""
+    module = benchmark.VERSIONS[version]
+    batch = model.prompts(2, 5)
+    expected = module.generate(*batch, model.params, model.n_head, 4)
+    ids, seconds = model.generate(module, batch, 4)
+    assert ids.tolist() == expected.tolist()
+    assert len(seconds) == 4 and min(seconds) > 0
+
+
+def test_memory():
+    """Bytes that the source documents state."""
+    result = run("memory", "--runs", "1")
+    assert result.returncode == 0, result.stderr
+    assert "| GPT-2 124M | 1 | 75,497,472 | 75,497,472 | 72 |" in result.stdout
+    assert "| GPT-2 124M | 8 | 603,979,776 | 603,979,776 | 576 |" in result.stdout
+    # KiB a token, then MiB at 128, 512, 1,024, 2,048, 8,192 and 32,768 tokens
+    assert "| Qwen3-0.6B | 112 | 14 | 56 | 112 | 224 | 896 | 3,584 |" in result.stdout
+    assert "| Llama 3 8B | 128 | 16 | 64 | 128 | 256 | 1,024 | 4,096 |" in result.stdout
+
+
+def test_what_is_not_there():
+    for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
+                            (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing")]:
+        result = subprocess.run(
+            [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(["
+             "'torch', 'transformers', 'ctranslate2', 'matplotlib']));"
+             "import benchmark; benchmark.main()", *arguments],
+            cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 2 and says in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.stderr and result.stdout == ""
