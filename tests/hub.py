@@ -10,7 +10,7 @@ class Hub:
 
     Faults are lists by file name: statuses, sent by the front instead of an answer, and what the
     storage does wrong: "cut" sends half of what it announces, "stall" does too and then waits,
-    "damage" changes a byte. Each is used up by one request, but [fault, "always"] lasts.
+    "cut chunks" ends in an answer without a length, "damage" changes a byte. Each is used up by one request, but [fault, "always"] lasts.
     """
 
     def __init__(self):
@@ -95,13 +95,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
                         Location=f"http://127.0.0.1:{hub.storage.server_port}/bucket{place}")
         else:
             sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            self.answer(307, ETag=f'"{sha1}"', X_Linked_ETag=f'"{sha1}"', Content_Length=0,
-                        X_Linked_Size=len(content), Location=f"/api/resolve-cache{place}")
+            linked = {"X-Linked-ETag": f'"{sha1}"', "X-Linked-Size": len(content)}
+            self.answer(307, ETag=f'"{sha1}"', Content_Length=0,
+                        Location=f"/api/resolve-cache{place}",
+                        **(linked if hub.names_sha256 else {}))
 
     def storage(self, hub, name):
         content = hub.files["/".join(self.path.split("/")[-3:])]
         fault = hub.next_fault(hub.faults, name)
         size, start = len(content), 0
+        if fault == "cut chunks":
+            self.answer(200, Transfer_Encoding="chunked")
+            self.wfile.write(b"10\r\n" + content[:16] + b"\r\n")
+            self.close_connection = True
+            return
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if asked and hub.takes_ranges:
             start = int(asked[1])

@@ -222,6 +222,14 @@ def test_killed_between_the_last_byte_and_the_name(hub, model, tmp_path):
     assert hub.ranges(WEIGHTS) == [f"bytes={len(model[WEIGHTS]) - 1}-"]
 
 
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_break_that_no_length_shows(hub, model, tmp_path, name):
+    hub.names_sha256 = False                      # a mirror that has no headers of the Hub's
+    hub.faults = {name: ["cut chunks"]}
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
 def test_damage(hub, model, tmp_path):
     """Wrong bytes, of the right length: fetched anew, and never taken for the file."""
     hub.faults = {WEIGHTS: ["damage", "always"]}
