@@ -91,11 +91,12 @@ class Model:
         return ids, np.ones((batch, T), dtype=np.float32)
 
     def generate(self, module, batch, n):
-        """Return new ids [B, n], and the seconds for each: the first is the prefill's.
+        """Run a script's generate. Return the new ids [B, n], the seconds for each of the n, the
+        first of them the prefill's, and how many positions went through gpt2.
 
-        The progress bar of generate is replaced: what stands for it looks at the clock.
+        For this, the progress bar is replaced by something that looks at the clock.
         """
-        stamps = []
+        stamps, sizes, tqdm, gpt2 = [], [], module.tqdm, module.gpt2
 
         def look_at_the_clock(steps, *_, **__):
             for step in steps:
@@ -103,28 +104,17 @@ class Model:
                 yield step
             stamps.append(time.perf_counter())
 
-        tqdm, module.tqdm = module.tqdm, types.SimpleNamespace(tqdm=look_at_the_clock)
+        def counted_gpt2(input_ids, *args, **kwargs):
+            sizes.append(input_ids.size)
+            return gpt2(input_ids, *args, **kwargs)
+
+        module.tqdm, module.gpt2 = types.SimpleNamespace(tqdm=look_at_the_clock), counted_gpt2
         try:
             start = time.perf_counter()
             ids = module.generate(*batch, self.params, self.n_head, n)
         finally:
-            module.tqdm = tqdm
-        return ids, np.diff([start, *stamps[-n:]])
-
-    def count_positions(self, module, batch, n):
-        """Return how many positions generate sends through gpt2."""
-        sizes, gpt2 = [], module.gpt2
-
-        def counted(input_ids, *args, **kwargs):
-            sizes.append(input_ids.size)
-            return gpt2(input_ids, *args, **kwargs)
-
-        module.gpt2 = counted
-        try:
-            module.generate(*batch, self.params, self.n_head, n)
-        finally:
-            module.gpt2 = gpt2
-        return sum(sizes)
+            module.tqdm, module.gpt2 = tqdm, gpt2
+        return ids, np.diff([start, *stamps[-n:]]), sum(sizes)
 
 
 def machine():
@@ -164,12 +154,12 @@ def cache(options, model):
             runs = []
             for run in range(options.runs):
                 progress(f"{n} new tokens, {version}, run {run + 1} of {options.runs}")
-                runs.append(model.generate(module, batch, n)[1].sum())
+                _, seconds, positions = model.generate(module, batch, n)
+                runs.append(seconds.sum())
             medians[version] = np.median(runs)
             rows.append([f"{n}", version, f"{medians[version]:.2f}",
                          f"{n / medians[version]:.1f}",
-                         f"{model.count_positions(module, batch, n):,}",
-                         f"{medians['v2'] / medians[version]:.1f}"])
+                         f"{positions:,}", f"{medians['v2'] / medians[version]:.1f}"])
     print_table(f"Generating after a prompt of {options.prompt} tokens, {model.name}",
                 ["new tokens", "version", "seconds", "tokens/s", "positions", "speed-up"], rows)
 
@@ -382,8 +372,8 @@ def floor_seconds(model, n_positions, batch):
 def peers(options, model):
     progress("converting the weights")
     gpt2, transformers_generate = transformers_engine(model)
-    engines = {"v3": lambda batch, n: model.generate(gpt2_v3_kvcache, batch, n),
-               "v4": lambda batch, n: model.generate(gpt2_v4_prealloc, batch, n),
+    engines = {"v3": lambda batch, n: model.generate(gpt2_v3_kvcache, batch, n)[:2],
+               "v4": lambda batch, n: model.generate(gpt2_v4_prealloc, batch, n)[:2],
                "Transformers": transformers_generate,
                "CTranslate2": ctranslate2_engine(model, gpt2)}
     n, tables = 12, {"Medians": [], "Best": []}
