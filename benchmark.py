@@ -34,6 +34,7 @@ VERSIONS = {"v2": gpt2_v2_padding, "v3": gpt2_v3_kvcache, "v4": gpt2_v4_prealloc
 # OpenAI's sizes: n_layer, n_head, n_embd
 GPT2_SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280),
               "1558M": (48, 25, 1600)}
+MIB = 2**20
 CONTEXTS = 128, 512, 1024, 2048, 8192, 32768
 BYTES_PER_TOKEN = {
     f"GPT-2 {name}": kv_cache_bytes(n_layer, 1, 1, n_head, n_embd // n_head)
@@ -200,8 +201,7 @@ def concat(options, model):
 
             def grow():
                 start = time.perf_counter()
-                for old in past:
-                    np.concatenate([old, new], axis=2)
+                past[:] = [np.concatenate([old, new], axis=2) for old in past]
                 return time.perf_counter() - start
 
             def write():
@@ -221,64 +221,76 @@ def concat(options, model):
 
 
 def memory(options, model):
-    head_dim = model.n_embd // model.n_head
-    mib = 2**20
-    rows = []
-    for name, (n_layer, n_head, n_embd) in GPT2_SIZES.items():
-        for batch in 1, 8:
-            sizes = n_layer, batch, n_head, 1024, n_embd // n_head
-            formula = kv_cache_bytes(n_layer, batch, 1024, n_head, n_embd // n_head)
-            rows.append([f"GPT-2 {name}", f"{batch}", f"{formula:,}", f"{KVCache(*sizes).nbytes:,}",
-                         f"{formula / mib:,.0f}"])
-    print_table("A cache of 1,024 positions in float32",
-                ["model", "batch", "bytes by the formula", "bytes allocated", "MiB"], rows)
-
-    rows = [[name, f"{per_token / 1024:,.0f}"] + [f"{per_token * n / mib:,.0f}" for n in CONTEXTS]
-            for name, per_token in BYTES_PER_TOKEN.items()]
-    print_table("MiB of cache for one sequence, by its length; GPT-2, which ends at 1,024, in "
-                "float32, the others in 16 bits",
-                ["model", "KiB a token", *(f"{n:,}" for n in CONTEXTS)], rows)
-
-    # eight requests: lengths of the prompts and of what is generated
-    requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90),
-                (600, 32)]
-    capacity = max(T for T, _ in requests) + max(n for _, n in requests) - 1
-    rows = []
-    for T, n in requests:
-        used = kv_cache_bytes(model.n_layer, 1, T + n - 1, model.n_head, head_dim)
-        reserved = kv_cache_bytes(model.n_layer, 1, capacity, model.n_head, head_dim)
-        rows.append([f"{T}", f"{n}", f"{T + n - 1}", f"{capacity}", f"{used / mib:.1f}",
-                     f"{reserved / mib:.1f}", f"{used / reserved:.0%}"])
-    used = sum(T + n - 1 for T, n in requests)
-    rows.append(["all", "", f"{used:,}", f"{8 * capacity:,}",
-                 f"{kv_cache_bytes(model.n_layer, 1, used, model.n_head, head_dim) / mib:.1f}",
-                 f"{kv_cache_bytes(model.n_layer, 8, capacity, model.n_head, head_dim) / mib:.1f}",
-                 f"{used / (8 * capacity):.0%}"])
-    print_table(f"Eight requests in one batch, {model.name}: each row has room for the longest "
-                "prompt and the longest answer",
-                ["prompt", "new", "positions used", "reserved", "MiB used", "reserved", "used"],
-                rows)
-
-    weights = sum(array.nbytes for name, array in hugging_face_names(model.params).items()
-                  if name not in ("transformer.wpe.weight", "lm_head.weight"))
-    rows = []
-    for batch in 1, 8, 32:
-        for length in 128, 512, 1024:
-            cache = kv_cache_bytes(model.n_layer, batch, length, model.n_head, head_dim)
-            rows.append([f"{batch}", f"{length:,}", f"{weights / 1e6:,.0f}", f"{cache / 1e6:,.0f}",
-                         f"{cache / (weights + cache):.0%}"])
-    print_table(f"What one decode step reads, in MB, {model.name}",
-                ["batch", "context", "weights", "cache", "share of the cache"], rows)
+    print_allocated()
+    print_by_length()
+    print_reserved(model)
+    print_traffic(model)
     if options.plot:
         figure, axis = options.plot.subplots(figsize=(6.4, 4), layout="constrained")
         for name, per_token in BYTES_PER_TOKEN.items():
             lengths = [n for n in CONTEXTS if n <= 1024 or not name.startswith("GPT-2")]
-            axis.plot(lengths, [per_token * n / mib for n in lengths], "o-", label=name)
+            axis.plot(lengths, [per_token * n / MIB for n in lengths], "o-", label=name)
         axis.set(xlabel="context, in tokens", ylabel="MiB of cache for one sequence")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         axis.legend()
         save(figure, "memory.png")
+
+
+def print_allocated():
+    rows = []
+    for name, (n_layer, n_head, n_embd) in GPT2_SIZES.items():
+        for batch in 1, 8:
+            formula = kv_cache_bytes(n_layer, batch, 1024, n_head, n_embd // n_head)
+            allocated = KVCache(n_layer, batch, n_head, 1024, n_embd // n_head).nbytes
+            rows.append([f"GPT-2 {name}", f"{batch}", f"{formula:,}", f"{allocated:,}",
+                         f"{allocated / MIB:,.0f}"])
+    print_table("A cache of 1,024 positions in float32",
+                ["model", "batch", "bytes by the formula", "bytes allocated", "MiB"], rows)
+
+
+def print_by_length():
+    rows = [[name, f"{per_token / 1024:,.0f}"]
+            + ["" if n > 1024 and name.startswith("GPT-2") else f"{per_token * n / MIB:,.0f}"
+               for n in CONTEXTS] for name, per_token in BYTES_PER_TOKEN.items()]
+    print_table("MiB of cache for one sequence, by its length; GPT-2 in float32, the others in 16 "
+                "bits", ["model", "KiB a token", *(f"{n:,}" for n in CONTEXTS)], rows)
+
+
+def print_reserved(model):
+    # eight requests: the length of the prompt, and of the answer
+    requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90),
+                (600, 32)]
+    capacity = max(T for T, _ in requests) + max(n for _, n in requests) - 1
+
+    def mib(positions):
+        size = kv_cache_bytes(model.n_layer, 1, positions, model.n_head,
+                              model.n_embd // model.n_head)
+        return f"{size / MIB:.1f}"
+
+    rows = []
+    for T, n in requests:
+        rows.append([f"{T}", f"{n}", f"{capacity}", f"{T + n - 1}", mib(capacity), mib(T + n - 1),
+                     f"{(T + n - 1) / capacity:.0%}"])
+    used, reserved = sum(T + n - 1 for T, n in requests), len(requests) * capacity
+    rows.append(["all", "", f"{reserved:,}", f"{used:,}", mib(reserved), mib(used),
+                 f"{used / reserved:.0%}"])
+    print_table(f"Eight requests in one batch, {model.name}: positions and MiB, reserved and used",
+                ["prompt", "answer", "reserved", "used", "MiB reserved", "MiB used", "used"], rows)
+
+
+def print_traffic(model):
+    weights = sum(array.nbytes for name, array in hugging_face_names(model.params).items()
+                  if name not in ("transformer.wpe.weight", "lm_head.weight"))
+    rows = []
+    for batch in 1, 8, 32:
+        for length in 128, 512, 1024:
+            cached = kv_cache_bytes(model.n_layer, batch, length, model.n_head,
+                                    model.n_embd // model.n_head)
+            rows.append([f"{batch}", f"{length:,}", f"{weights / 1e6:,.0f}",
+                         f"{cached / 1e6:,.0f}", f"{cached / (weights + cached):.0%}"])
+    print_table(f"What one decode step reads, in MB, {model.name}",
+                ["batch", "context", "weights", "cache", "cache's share"], rows)
 
 
 def transformers_engine(model):

@@ -440,6 +440,14 @@ def test_killed_and_run_again(hub, model, tmp_path, name, signal_number):
         assert int(hub.ranges(WEIGHTS)[0][6:-1]) >= 2**15
 
 
+def test_nobody_reads_the_progress(hub, tmp_path):
+    """A closed pipe ends a download as it ends everything: without a word, status 141."""
+    with run(tmp_path) as process:
+        process.stderr.close()
+        assert process.stdout.read() == b""
+    assert process.returncode == 141
+
+
 def test_two_at_once(hub, model, tmp_path):
     """One waits for the other, and says so; each file is fetched once."""
     hub.faults = {WEIGHTS: ["stall"]}
