@@ -269,7 +269,7 @@ def download_model(model, models_dir=MODELS_DIR):
                 with contextlib.suppress(OSError):    # unless there is something in them
                     folder.rmdir()
                     folder.parent.rmdir()
-    except BrokenPipeError:                           # nobody reads stderr any more
+    except BrokenPipeError:                           # nobody reads the progress any more
         raise
     except OSError as error:
         raise DownloadError(f"can't use {error.filename or folder}: {error.strerror}; "
@@ -504,6 +504,8 @@ class Job:
         try:
             self.encoder, hparams, self.params = load_encoder_hparams_and_params(
                 options.model, options.models_dir)
+        except BrokenPipeError:                       # command_line knows what to do
+            raise
         except (OSError, ValueError, DownloadError) as error:
             parser.error(str(error))
         self.n_head, n_ctx = hparams["n_head"], hparams["n_ctx"]
