@@ -31,9 +31,9 @@ def gelu(x):
     return y
 
 
-def softmax(x):
+def softmax(x, out=None):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = x - x.max(axis=-1, keepdims=True)
+    x = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
     np.exp(x, out=x)
     x /= x.sum(axis=-1, keepdims=True)
     return x
@@ -68,7 +68,7 @@ def attention(q, k, v, mask):
     q = q / math.sqrt(q.shape[-1])
     scores = q @ k.swapaxes(-1, -2)                              # [H, T, D] -> [H, T, T]
     scores += mask
-    return softmax(scores) @ v                                   # [H, T, T] -> [H, T, D]
+    return softmax(scores, out=scores) @ v                       # [H, T, T] -> [H, T, D]
 
 
 def mha(x, c_attn, c_proj, n_head, mask):

@@ -32,9 +32,9 @@ def gelu(x):
     return y
 
 
-def softmax(x):
+def softmax(x, out=None):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = x - x.max(axis=-1, keepdims=True)
+    x = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
     np.exp(x, out=x)
     x /= x.sum(axis=-1, keepdims=True)
     return x
@@ -69,7 +69,7 @@ def attention(q, k, v, mask):
     q = q / math.sqrt(q.shape[-1])
     scores = q @ k.swapaxes(-1, -2)                              # [B, H, T, D] -> [B, H, T, S]
     scores += mask
-    return softmax(scores) @ v                                   # [B, H, T, S] -> [B, H, T, D]
+    return softmax(scores, out=scores) @ v                       # [B, H, T, S] -> [B, H, T, D]
 
 
 def kv_cache_bytes(n_layer, batch, n_positions, n_head, head_dim, bytes_per_value=4):
