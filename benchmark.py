@@ -11,7 +11,7 @@ Let the machine do nothing else meanwhile: threads that wait for each other are 
 needs matplotlib; peers needs torch, transformers and ctranslate2.
 """
 import argparse
-import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -399,7 +399,8 @@ def peers(options, model):
             for name, generate in engines.items():
                 ids[name], times = generate(batch, n)
                 seconds[name].append(times)
-                assert np.array_equal(ids[name], ids["v3"]), f"{name} generates other tokens"
+                if not np.array_equal(ids[name], ids["v3"]):
+                    sys.exit(f"{name} generates other tokens than v3: nothing to compare")
             seconds["floor"].append([floor_seconds(model, B * T, B)]
                                     + [floor_seconds(model, B, B) for _ in range(1, n)])
         for phase, tokens in ("prefill", slice(0, 1)), ("decode", slice(1, None)):
@@ -409,9 +410,11 @@ def peers(options, model):
                 tables[name].append(
                     [phase, f"{B}", f"{T}", *(f"{ms[engine]:.1f}" for engine in seconds)]
                     + [f"{ms['v4'] / ms[engine]:.2f}" for engine in seconds if engine != "v4"])
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}"
+                         for package in ("torch", "transformers", "ctranslate2"))
     for name, rows in tables.items():
         print_table(f"{name} of {options.runs} runs, {model.name}, float32: milliseconds to the "
-                    f"first token (prefill) and for each of the next {n - 1} (decode)",
+                    f"first token (prefill) and for each of the next {n - 1} (decode); {versions}",
                     ["", "batch", "prompt", *engines, "floor", "v4 : v3", "v4 : Transformers",
                      "v4 : CTranslate2", "v4 : floor"], sorted(rows, key=lambda row: row[0]))
 
@@ -424,7 +427,8 @@ def save(figure, name):
 
 def main():
     parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cache", "steps", "concat", "memory", "peers"])
+    commands = {command.__name__: command for command in (cache, steps, concat, memory, peers)}
+    parser.add_argument("command", choices=commands)
     parser.add_argument("--model", default="tiny", help="as for the scripts (default: tiny)")
     parser.add_argument("--models_dir", type=Path, default=utils.MODELS_DIR)
     parser.add_argument("--random", choices=GPT2_SIZES,
@@ -437,7 +441,7 @@ def main():
                         help="draw docs/steps.png or docs/memory.png as well")
     options = parser.parse_args()
     needed = {"matplotlib": options.plot} | dict.fromkeys(
-        ["torch", "transformers", "ctranslate2"], options.what == "peers")
+        ["torch", "transformers", "ctranslate2"], options.command == "peers")
     missing = [name for name in needed if needed[name] and not importlib.util.find_spec(name)]
     if missing:
         parser.error(f"this needs more packages: pip install {' '.join(missing)}")
@@ -447,7 +451,10 @@ def main():
         model = Model(options)
     except (OSError, ValueError, utils.DownloadError) as error:
         parser.error(str(error))
-    globals()[options.what](options, model)
+    if options.prompt > model.n_ctx:
+        parser.error(f"a prompt of {options.prompt} tokens exceeds the model's context of "
+                     f"{model.n_ctx}")
+    commands[options.command](options, model)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def test_memory():
 
 def test_what_is_not_there():
     for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
-                            (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing")]:
+                            (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
+                            (["cache", "--prompt", "513"], "context of 512")]:
         result = subprocess.run(
             [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(["
              "'torch', 'transformers', 'ctranslate2', 'matplotlib']));"
