@@ -22,19 +22,23 @@ import time
 import types
 from pathlib import Path
 
-import numpy as np
+# before NumPy starts: its threads are as many as those of the peers
+THREADS = int(os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count())))
 
-import gpt2_v2_padding
-import gpt2_v3_kvcache
-import gpt2_v4_prealloc
-import utils
-from gpt2_v4_prealloc import KVCache, kv_cache_bytes
+import numpy as np  # noqa: E402
+
+import gpt2_v2_padding  # noqa: E402
+import gpt2_v3_kvcache  # noqa: E402
+import gpt2_v4_prealloc  # noqa: E402
+import utils  # noqa: E402
+from gpt2_v4_prealloc import KVCache, kv_cache_bytes  # noqa: E402
 
 VERSIONS = {"v2": gpt2_v2_padding, "v3": gpt2_v3_kvcache, "v4": gpt2_v4_prealloc}
 # OpenAI's sizes: n_layer, n_head, n_embd
 GPT2_SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280),
               "1558M": (48, 25, 1600)}
 MIB = 2**20
+CONTEXT_OF = {"Qwen3-0.6B": 32768, "Llama 3 8B": 8192}  # GPT-2's is 1,024
 CONTEXTS = 128, 512, 1024, 2048, 8192, 32768
 BYTES_PER_TOKEN = {
     f"GPT-2 {name}": kv_cache_bytes(n_layer, 1, 1, n_head, n_embd // n_head)
@@ -43,7 +47,6 @@ BYTES_PER_TOKEN = {
     "Qwen3-0.6B": kv_cache_bytes(28, 1, 1, 8, 128, bytes_per_value=2),
     "Llama 3 8B": kv_cache_bytes(32, 1, 1, 8, 128, bytes_per_value=2)}
 COLORS = {"v2": "tab:red", "v3": "tab:orange", "v4": "tab:blue"}
-THREADS = int(os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count())
 
 
 def random_params(n_layer, n_embd, n_vocab=50257, n_ctx=1024):
@@ -189,19 +192,21 @@ def steps(options, model):
         save(figure, "steps.png")
 
 
-def concat(options, model):
+def concat(options):
     n_head, head_dim, rows = 12, 64, []           # one layer of GPT-2 124M
+    # glibc hands freed memory back to the system, unless it has met larger blocks than these
+    np.empty(31 * MIB, dtype=np.uint8)
     for batch in 1, 8:
         for length in 128, 512, 1024, 2048, 4096, 8192:
             progress(f"batch {batch}, {length} positions")
             cache = KVCache(1, batch, n_head, length, head_dim)
             cache.keys[:] = cache.values[:] = 0
             past = [cache.keys[0, :, :, :-1].copy(), cache.values[0, :, :, :-1].copy()]
-            new = np.ones((batch, n_head, 1, head_dim), dtype=np.float32)
+            new, grown = np.ones((batch, n_head, 1, head_dim), dtype=np.float32), []
 
             def grow():
                 start = time.perf_counter()
-                past[:] = [np.concatenate([old, new], axis=2) for old in past]
+                grown[:] = [np.concatenate([old, new], axis=2) for old in past]
                 return time.perf_counter() - start
 
             def write():
@@ -210,25 +215,25 @@ def concat(options, model):
                 cache.update(0, new, new)
                 return time.perf_counter() - start
 
-            grown, written = (1e6 * np.median([run() for _ in range(10 * options.runs + 1)][1:])
-                              for run in (grow, write))
-            rows.append([f"{batch}", f"{length:,}", f"{grown:,.0f}", f"{written:,.1f}",
+            growing, writing = (1e6 * np.median([run() for _ in range(10 * options.runs + 1)][1:])
+                                for run in (grow, write))
+            rows.append([f"{batch}", f"{length:,}", f"{growing:,.0f}", f"{writing:,.1f}",
                          f"{sum(range(length)):,}", "0"])
-    print_table("One layer's cache takes in one more position: microseconds, and entries copied in "
-                "all on the way there",
+    print_table("Adding one position to the cache of one layer, in microseconds; and the positions "
+                "of each row that were copied on the way to this length",
                 ["batch", "length", "concatenate", "slice", "copied by concatenate", "by slice"],
                 rows)
 
 
-def memory(options, model):
+def memory(options):
     print_allocated()
     print_by_length()
-    print_reserved(model)
-    print_traffic(model)
+    print_reserved()
+    print_traffic()
     if options.plot:
         figure, axis = options.plot.subplots(figsize=(6.4, 4), layout="constrained")
         for name, per_token in BYTES_PER_TOKEN.items():
-            lengths = [n for n in CONTEXTS if n <= 1024 or not name.startswith("GPT-2")]
+            lengths = [n for n in CONTEXTS if n <= CONTEXT_OF.get(name, 1024)]
             axis.plot(lengths, [per_token * n / MIB for n in lengths], "o-", label=name)
         axis.set(xlabel="context, in tokens", ylabel="MiB of cache for one sequence")
         axis.set_xscale("log", base=2)
@@ -239,34 +244,32 @@ def memory(options, model):
 
 def print_allocated():
     rows = []
-    for name, (n_layer, n_head, n_embd) in GPT2_SIZES.items():
-        for batch in 1, 8:
-            formula = kv_cache_bytes(n_layer, batch, 1024, n_head, n_embd // n_head)
-            allocated = KVCache(n_layer, batch, n_head, 1024, n_embd // n_head).nbytes
-            rows.append([f"GPT-2 {name}", f"{batch}", f"{formula:,}", f"{allocated:,}",
-                         f"{allocated / MIB:,.0f}"])
+    for name, batch in ("124M", 1), ("124M", 8), ("355M", 1), ("774M", 1), ("1558M", 1):
+        n_layer, n_head, n_embd = GPT2_SIZES[name]
+        formula = kv_cache_bytes(n_layer, batch, 1024, n_head, n_embd // n_head)
+        allocated = KVCache(n_layer, batch, n_head, 1024, n_embd // n_head).nbytes
+        rows.append([f"GPT-2 {name}", f"{batch}", f"{formula:,}", f"{allocated:,}",
+                     f"{allocated / MIB:,.0f}"])
     print_table("A cache of 1,024 positions in float32",
                 ["model", "batch", "bytes by the formula", "bytes allocated", "MiB"], rows)
 
 
 def print_by_length():
     rows = [[name, f"{per_token / 1024:,.0f}"]
-            + ["" if n > 1024 and name.startswith("GPT-2") else f"{per_token * n / MIB:,.0f}"
+            + [f"{per_token * n / MIB:,.0f}" if n <= CONTEXT_OF.get(name, 1024) else ""
                for n in CONTEXTS] for name, per_token in BYTES_PER_TOKEN.items()]
     print_table("MiB of cache for one sequence, by its length; GPT-2 in float32, the others in 16 "
                 "bits", ["model", "KiB a token", *(f"{n:,}" for n in CONTEXTS)], rows)
 
 
-def print_reserved(model):
+def print_reserved():
     # eight requests: the length of the prompt, and of the answer
     requests = [(12, 40), (25, 200), (31, 15), (60, 120), (88, 300), (150, 64), (240, 90),
                 (600, 32)]
     capacity = max(T for T, _ in requests) + max(n for _, n in requests) - 1
 
     def mib(positions):
-        size = kv_cache_bytes(model.n_layer, 1, positions, model.n_head,
-                              model.n_embd // model.n_head)
-        return f"{size / MIB:.1f}"
+        return f"{BYTES_PER_TOKEN['GPT-2 124M'] * positions / MIB:.1f}"
 
     rows = []
     for T, n in requests:
@@ -275,21 +278,21 @@ def print_reserved(model):
     used, reserved = sum(T + n - 1 for T, n in requests), len(requests) * capacity
     rows.append(["all", "", f"{reserved:,}", f"{used:,}", mib(reserved), mib(used),
                  f"{used / reserved:.0%}"])
-    print_table(f"Eight requests in one batch, {model.name}: positions and MiB, reserved and used",
+    print_table("Eight requests in one batch, GPT-2 124M: positions and MiB, reserved and used",
                 ["prompt", "answer", "reserved", "used", "MiB reserved", "MiB used", "used"], rows)
 
 
-def print_traffic(model):
-    weights = sum(array.nbytes for name, array in hugging_face_names(model.params).items()
-                  if name not in ("transformer.wpe.weight", "lm_head.weight"))
+def print_traffic():
+    n_layer, _, E = GPT2_SIZES["124M"]
+    # in each layer, 12 E * E in matrices and 13 E in biases and norms; the tokens; the last norm
+    weights = 4 * (n_layer * (12 * E * E + 13 * E) + 50257 * E + 2 * E)
     rows = []
     for batch in 1, 8, 32:
         for length in 128, 512, 1024:
-            cached = kv_cache_bytes(model.n_layer, batch, length, model.n_head,
-                                    model.n_embd // model.n_head)
+            cached = BYTES_PER_TOKEN["GPT-2 124M"] * batch * length
             rows.append([f"{batch}", f"{length:,}", f"{weights / 1e6:,.0f}",
                          f"{cached / 1e6:,.0f}", f"{cached / (weights + cached):.0%}"])
-    print_table(f"What one decode step reads, in MB, {model.name}",
+    print_table("What one decode step reads, in MB, GPT-2 124M",
                 ["batch", "context", "weights", "cache", "cache's share"], rows)
 
 
@@ -440,13 +443,18 @@ def main():
     parser.add_argument("--plot", action="store_true",
                         help="draw docs/steps.png or docs/memory.png as well")
     options = parser.parse_args()
+    if options.plot and options.command not in ("steps", "memory"):
+        parser.error("--plot is for steps and memory")
     needed = {"matplotlib": options.plot} | dict.fromkeys(
         ["torch", "transformers", "ctranslate2"], options.command == "peers")
     missing = [name for name in needed if needed[name] and not importlib.util.find_spec(name)]
     if missing:
-        parser.error(f"this needs more packages: pip install {' '.join(missing)}")
+        parser.error(f"this needs more packages: {sys.executable} -m pip install "
+                     f"{' '.join(missing)}")
     if options.plot:
         options.plot = importlib.import_module("matplotlib.pyplot")
+    if options.command in ("concat", "memory"):   # they need no model
+        return commands[options.command](options)
     try:
         model = Model(options)
     except (OSError, ValueError, utils.DownloadError) as error:

@@ -19,7 +19,7 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # in place, because making a large array takes longer than the arithmetic on it
+    # in place, which spares a new array at each step
     y = x * x * x
     y *= 0.044715
     y += x
@@ -41,7 +41,7 @@ def softmax(x, out=None):
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    E = x.shape[-1]                                              # sum / E is faster than mean
+    E = x.shape[-1]                          # for one position, sum / E is faster than mean
     x = x - x.sum(axis=-1, keepdims=True) / E
     variance = (x * x).sum(axis=-1, keepdims=True) / E
     x /= np.sqrt(variance + eps)

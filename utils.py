@@ -337,13 +337,13 @@ def request_file(session, repo, name, start):
                                timeout=TIMEOUT)
     except (OSError, ValueError) as error:            # requests lets some others through
         reason = type(error).__name__ if isinstance(error, requests.RequestException) else error
-        raise DownloadError(f"can't fetch {name} of {repo} ({reason}): check the network, the name "
-                            f"and HF_ENDPOINT, and run this again; --model tiny needs no network"
-                            ) from None
+        raise DownloadError(f"can't fetch {name} of {repo} ({reason}), and there is no such folder "
+                            f"here: check the network, the name and HF_ENDPOINT, and run this "
+                            f"again; --model tiny needs no network") from None
     status = f"the Hub answers {response.status_code} for {name} of {repo}"
     if response.status_code in (401, 403):
         raise NotOnHub(f"{status}: check the name; a model that isn't public needs a token in "
-                       f"HF_TOKEN, and a wrong token there shuts out from all")
+                       f"HF_TOKEN, and with a wrong one the Hub refuses all")
     if response.status_code == 404:
         raise NotOnHub(f"{status}, and there is no such folder here: check the name; a model has "
                        f"to be a GPT-2 with {', '.join(MODEL_FILES)}")

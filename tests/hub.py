@@ -10,7 +10,8 @@ class Hub:
 
     Faults are lists by file name: statuses, sent by the front instead of an answer, and what the
     storage does wrong: "cut" sends half of what it announces, "stall" does too and then waits,
-    "cut chunks" ends in an answer without a length, "damage" changes a byte. Each is used up by one request, but [fault, "always"] lasts.
+    "cut chunks" breaks off an answer without a length, "damage" changes a byte. Each is used
+    up by one request, but [fault, "always"] lasts.
     """
 
     def __init__(self):

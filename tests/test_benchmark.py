@@ -1,4 +1,4 @@
-"""benchmark.py: what it counts and computes; its times are nobody's business here."""
+"""benchmark.py: what it counts and computes; its times are not tested."""
 import subprocess
 import sys
 import types
@@ -40,20 +40,21 @@ def test_a_time_for_each_token(model, version):
 
 
 def test_memory():
-    """Bytes that the source documents state."""
-    result = run("memory", "--runs", "1")
+    """2 * 12 layers * 1,024 positions * 768 * 4 bytes is 75,497,472, and so on."""
+    result = run("memory")
     assert result.returncode == 0, result.stderr
     assert "| GPT-2 124M | 1 | 75,497,472 | 75,497,472 | 72 |" in result.stdout
     assert "| GPT-2 124M | 8 | 603,979,776 | 603,979,776 | 576 |" in result.stdout
     # KiB a token, then MiB at 128, 512, 1,024, 2,048, 8,192 and 32,768 tokens
     assert "| Qwen3-0.6B | 112 | 14 | 56 | 112 | 224 | 896 | 3,584 |" in result.stdout
-    assert "| Llama 3 8B | 128 | 16 | 64 | 128 | 256 | 1,024 | 4,096 |" in result.stdout
+    assert "| Llama 3 8B | 128 | 16 | 64 | 128 | 256 | 1,024 |  |" in result.stdout
 
 
 def test_what_is_not_there():
     for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
                             (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
-                            (["cache", "--prompt", "513"], "context of 512")]:
+                            (["cache", "--prompt", "513"], "context of 512"),
+                            (["concat", "--plot"], "steps and memory")]:
         result = subprocess.run(
             [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(["
              "'torch', 'transformers', 'ctranslate2', 'matplotlib']));"
