@@ -52,7 +52,8 @@ COLORS = {"v2": "tab:red", "v3": "tab:orange", "v4": "tab:blue"}
 def random_params(n_layer, n_embd, n_vocab=50257, n_ctx=1024):
     """Params of normally distributed weights; their values do not matter for the speed.
 
-    Wide enough apart for logits that differ clearly, so that all engines choose the same tokens.
+    They are spread widely enough for logits that differ clearly, so that all engines choose the same
+    tokens.
     """
     random = np.random.default_rng(0)
 
@@ -154,7 +155,7 @@ def cache(options, model):
     for n in sorted({min(n, model.n_ctx - options.prompt + 1) for n in (64, 256, 1000)}):
         medians = {}
         for version, module in VERSIONS.items():
-            model.generate(module, batch, 2)
+            model.generate(module, batch, min(n, 2))
             runs = []
             for run in range(options.runs):
                 progress(f"{n} new tokens, {version}, run {run + 1} of {options.runs}")
@@ -194,7 +195,8 @@ def steps(options, model):
 
 def concat(options):
     n_head, head_dim, rows = 12, 64, []           # one layer of GPT-2 124M
-    # glibc hands freed memory back to the system, unless it has met larger blocks than these
+    # glibc reuses freed memory up to the size of the largest block that it has seen freed; in the
+    # model it has seen large ones
     np.empty(31 * MIB, dtype=np.uint8)
     for batch in 1, 8:
         for length in 128, 512, 1024, 2048, 4096, 8192:

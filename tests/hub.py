@@ -80,7 +80,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         content = hub.files.get(self.path[1:].replace("/resolve/main/", "/"))
         if not status and hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             status = 401
-        elif content is None:
+        elif not status and content is None:
             status = 404
         if name in hub.instead:
             status, headers, content = hub.instead[name]

@@ -39,6 +39,14 @@ def test_a_time_for_each_token(model, version):
     assert len(seconds) == 4 and min(seconds) > 0
 
 
+def test_a_prompt_as_long_as_the_context():
+    """There is one new token then, and no decode step to warm up with."""
+    result = run("cache", "--prompt", "512", "--runs", "1")
+    assert result.returncode == 0, result.stderr
+    assert [line[:9] for line in result.stdout.splitlines()[-4:-1]] == [
+        "| 1 | v2 ", "| 1 | v3 ", "| 1 | v4 "]
+
+
 def test_memory():
     """2 * 12 layers * 1,024 positions * 768 * 4 bytes is 75,497,472, and so on."""
     result = run("memory")
