@@ -52,8 +52,8 @@ COLORS = {"v2": "tab:red", "v3": "tab:orange", "v4": "tab:blue"}
 def random_params(n_layer, n_embd, n_vocab=50257, n_ctx=1024):
     """Params of normally distributed weights; their values do not matter for the speed.
 
-    They are spread widely enough for logits that differ clearly, so that all engines choose the same
-    tokens.
+    They are spread widely enough for logits that differ clearly, so that all engines choose the
+    same tokens.
     """
     random = np.random.default_rng(0)
 
@@ -150,21 +150,18 @@ def progress(text):
 
 
 def cache(options, model):
-    rows = []
-    batch = model.prompts(1, options.prompt)
+    rows, batch = [], model.prompts(1, options.prompt)
     for n in sorted({min(n, model.n_ctx - options.prompt + 1) for n in (64, 256, 1000)}):
-        medians = {}
-        for version, module in VERSIONS.items():
-            model.generate(module, batch, min(n, 2))
-            runs = []
-            for run in range(options.runs):
-                progress(f"{n} new tokens, {version}, run {run + 1} of {options.runs}")
-                _, seconds, positions = model.generate(module, batch, n)
-                runs.append(seconds.sum())
-            medians[version] = np.median(runs)
-            rows.append([f"{n}", version, f"{medians[version]:.2f}",
-                         f"{n / medians[version]:.1f}",
-                         f"{positions:,}", f"{medians['v2'] / medians[version]:.1f}"])
+        seconds, positions = {version: [] for version in VERSIONS}, {}
+        for run in range(options.runs + 1):
+            for version, module in VERSIONS.items():
+                progress(f"{n} new tokens, run {run} of {options.runs}, {version}")
+                new = n if run else min(n, 2)     # a short warm-up
+                _, times, positions[version] = model.generate(module, batch, new)
+                seconds[version].append(times.sum())
+        medians = {version: np.median(runs[1:]) for version, runs in seconds.items()}
+        rows += [[f"{n}", version, f"{median:.2f}", f"{n / median:.1f}", f"{positions[version]:,}",
+                  f"{medians['v2'] / median:.1f}"] for version, median in medians.items()]
     print_table(f"Generating after a prompt of {options.prompt} tokens, {model.name}",
                 ["new tokens", "version", "seconds", "tokens/s", "positions", "speed-up"], rows)
 
@@ -173,11 +170,13 @@ def steps(options, model):
     positions = [p for p in (10, 128, 256, 384, 512, 640, 768, 896, 1000) if p + 9 <= model.n_ctx]
     milliseconds = {version: [] for version in VERSIONS}
     for T in positions:
-        batch = model.prompts(1, T)
-        for version, module in VERSIONS.items():
-            progress(f"position {T}, {version}")
-            runs = [model.generate(module, batch, 9)[1][1:] for _ in range(options.runs + 1)]
-            milliseconds[version].append(1000 * np.median(runs[1:]))
+        batch, runs = model.prompts(1, T), {version: [] for version in VERSIONS}
+        for run in range(options.runs + 1):
+            progress(f"position {T}, run {run} of {options.runs}")
+            for version, module in VERSIONS.items():
+                runs[version].append(model.generate(module, batch, 9)[1][1:])
+        for version in VERSIONS:
+            milliseconds[version].append(1000 * np.median(runs[version][1:]))
     print_table(f"Milliseconds for one decode step, by position, {model.name}",
                 ["position", *VERSIONS],
                 [[f"{position}"] + [f"{milliseconds[version][n]:.1f}" for version in VERSIONS]
@@ -398,14 +397,17 @@ def peers(options, model):
         if T + n - 1 > model.n_ctx:
             continue
         batch, seconds = model.prompts(B, T), {name: [] for name in [*engines, "floor"]}
-        for run in range(options.runs + 1):       # in turn, so that all meet the same disturbances
+        for run in range(options.runs + 1):
             progress(f"batch {B}, prompt {T}, run {run} of {options.runs}")
-            ids = {}
-            for name, generate in engines.items():
-                ids[name], times = generate(batch, n)
+            ids, order = {}, list(engines)
+            for name in order[run % len(order):] + order[:run % len(order)]:
+                time.sleep(0.1)                   # threads of the last one wait busily for a moment
+                ids[name], times = engines[name](batch, n)
                 seconds[name].append(times)
-                if not np.array_equal(ids[name], ids["v3"]):
-                    sys.exit(f"{name} generates other tokens than v3: nothing to compare")
+            for name in engines:
+                if not np.array_equal(ids[name], ids["v4"]):
+                    sys.exit(f"{name} generates other tokens than v4: nothing to compare")
+            time.sleep(0.1)
             seconds["floor"].append([floor_seconds(model, B * T, B)]
                                     + [floor_seconds(model, B, B) for _ in range(1, n)])
         for phase, tokens in ("prefill", slice(0, 1)), ("decode", slice(1, None)):

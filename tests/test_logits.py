@@ -109,13 +109,16 @@ class Weight(np.ndarray):
 
 @pytest.mark.parametrize("module", [gpt2_v2_padding, *CACHED])
 def test_one_matrix_product_for_a_batch(module):
-    """Each weight is read once, for all B * T rows; the unembedding for the B that are needed."""
+    """Each weight is read once, for all B * T rows; from the queries of the last block on, only for
+    the B whose logits are needed."""
     tensors = random_tensors(HPARAMS)
     Weight.shapes.clear()
     params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
     module.generate(*pad_batch(PROMPTS), params, 4, 1)
-    linears = [(30, 32), (30, 32), (30, 32), (30, 128)]   # c_attn, c_proj, c_fc, c_proj
-    assert Weight.shapes == linears * 2 + [(3, 32)]
+    assert Weight.shapes == [
+        (30, 32), (30, 32), (30, 32), (30, 128),  # c_attn, c_proj, c_fc, c_proj
+        (30, 32), (3, 32), (3, 32), (3, 128),
+        (3, 32)]                                  # unembedding
 
 
 # Expected values from Transformers' GPT2LMHeadModel in float32, made by
