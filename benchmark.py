@@ -392,7 +392,7 @@ def peers(options, model):
                "v4": lambda batch, n: model.generate(gpt2_v4_prealloc, batch, n)[:2],
                "Transformers": transformers_generate,
                "CTranslate2": ctranslate2_engine(model, gpt2)}
-    n, tables = 12, {"Medians": [], "Best": []}
+    n, tables = 32, {"Medians": [], "Best": []}
     for B, T in (1, 10), (1, 512), (1, 990), (8, 10), (8, 256):
         if T + n - 1 > model.n_ctx:
             continue
