@@ -239,6 +239,8 @@ def memory(options):
         axis.set(xlabel="context, in tokens", ylabel="MiB of cache for one sequence")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.legend()
         save(figure, "memory.png")
 

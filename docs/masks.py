@@ -33,15 +33,19 @@ T, S = 6, masks[-1].shape[1]
 figure, axes = plt.subplots(len(masks), 1, figsize=(5, 5.4), layout="constrained",
                             height_ratios=[len(mask) for mask in masks])
 names = ["prefill"] + [f"decode {n}" for n in range(1, len(masks))]
+tokens = ["pad", "pad", *(f"t{n}" for n in range(1, S - 1))]
 for axis, mask, name in zip(axes, masks, names):
-    padded = np.full((len(mask), S), np.nan)
-    padded[:, :mask.shape[1]] = mask
+    rows, columns = mask.shape
+    padded = np.full((rows, S), np.nan)
+    padded[:, :columns] = mask
     axis.pcolormesh(padded, cmap="Blues", vmin=-0.15, vmax=1.4, edgecolors="white", linewidth=2)
-    axis.set(xlim=(0, S), ylim=(len(mask), 0), aspect="equal", yticks=[], frame_on=False,
-             xticks=[] if mask is not masks[0] else np.arange(S) + 0.5)
+    axis.set(xlim=(0, S), ylim=(rows, 0), aspect="equal", frame_on=False, xticks=[])
+    axis.set_yticks(np.arange(rows) + 0.5, tokens[columns - rows:columns])
+    axis.tick_params(length=0)
     axis.set_ylabel(name, rotation=0, ha="right", va="center")
-axes[0].set_xticklabels(["pad", "pad", *(f"t{n}" for n in range(1, S - 1))])
+axes[0].set_xticks(np.arange(S) + 0.5, tokens)
 axes[0].xaxis.tick_top()
 axes[0].tick_params(length=0)
-axes[0].set_title("keys: dark ones are attended to")
+axes[0].set_title("a row for each query, a column for each key; dark: it attends to that key",
+                  fontsize="medium")
 figure.savefig(HERE / "masks.png", dpi=120)
