@@ -46,6 +46,5 @@ for axis, mask, name in zip(axes, masks, names):
 axes[0].set_xticks(np.arange(S) + 0.5, tokens)
 axes[0].xaxis.tick_top()
 axes[0].tick_params(length=0)
-axes[0].set_title("a row for each query, a column for each key; dark: it attends to that key",
-                  fontsize="medium")
+axes[0].set_title("rows: queries, columns: keys; dark: attended to")
 figure.savefig(HERE / "masks.png", dpi=120)
