@@ -438,10 +438,11 @@ def main():
     parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = {command.__name__: command for command in (cache, steps, concat, memory, peers)}
     parser.add_argument("command", choices=commands)
-    parser.add_argument("--model", default="tiny", help="as for the scripts (default: tiny)")
     parser.add_argument("--models_dir", type=Path, default=utils.MODELS_DIR)
-    parser.add_argument("--random", choices=GPT2_SIZES,
-                        help="random weights of this size of GPT-2, instead of a model")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument("--model", default="tiny", help="as for the scripts (default: tiny)")
+    measured.add_argument("--random", choices=GPT2_SIZES,
+                          help="random weights of this size of GPT-2, instead of a model")
     parser.add_argument("--prompt", type=utils.positive, default=10, metavar="T",
                         help="tokens in the prompt, for cache (default: 10)")
     parser.add_argument("--runs", type=utils.positive, default=3, metavar="N",

@@ -62,6 +62,7 @@ def test_what_is_not_there():
     for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
                             (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
                             (["cache", "--prompt", "513"], "context of 512"),
+                            (["cache", "--model", "tiny", "--random", "124M"], "not allowed"),
                             (["concat", "--plot"], "steps and memory")]:
         result = subprocess.run(
             [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(["
