@@ -23,7 +23,9 @@ import types
 from pathlib import Path
 
 # before NumPy starts: its threads are as many as those of the peers
-THREADS = int(os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count())))
+if not os.environ.get("OPENBLAS_NUM_THREADS", "").isdecimal():
+    os.environ["OPENBLAS_NUM_THREADS"] = str(os.cpu_count())
+THREADS = int(os.environ["OPENBLAS_NUM_THREADS"])
 
 import numpy as np  # noqa: E402
 
@@ -401,7 +403,7 @@ def peers(options, model):
         batch, seconds = model.prompts(B, T), {name: [] for name in [*engines, "floor"]}
         for run in range(options.runs + 1):
             progress(f"batch {B}, prompt {T}, run {run} of {options.runs}")
-            ids, order = {}, list(engines)
+            ids, order = {}, list(engines)        # each run begins with another engine
             for name in order[run % len(order):] + order[:run % len(order)]:
                 time.sleep(0.1)                   # threads of the last one wait busily for a moment
                 ids[name], times = engines[name](batch, n)

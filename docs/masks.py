@@ -45,6 +45,5 @@ for axis, mask, name in zip(axes, masks, names):
     axis.set_ylabel(name, rotation=0, ha="right", va="center")
 axes[0].set_xticks(np.arange(S) + 0.5, tokens)
 axes[0].xaxis.tick_top()
-axes[0].tick_params(length=0)
 axes[0].set_title("rows: queries, columns: keys; dark: attended to")
 figure.savefig(HERE / "masks.png", dpi=120)
