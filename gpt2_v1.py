@@ -101,8 +101,8 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     T = len(inputs)
     mask = (1 - np.tri(T, dtype=np.float32)) * -1e10             # [T, T], 0 where key <= query
     x = wte[inputs] + wpe[:T]                                    # [T] -> [T, E]
-    for block in blocks:
-        keep = logits_to_keep if block is blocks[-1] else 0      # 0 is all: the next block reads it
+    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
+    for block, keep in zip(blocks, keeps):
         x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
                               keep=keep)
     x = layer_norm(x, **ln_f)

@@ -104,8 +104,8 @@ def gpt2(input_ids, attention_mask, wte, wpe, blocks, ln_f, n_head, logits_to_ke
     mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    for block in blocks:
-        keep = logits_to_keep if block is blocks[-1] else 0      # 0 is all: the next block reads it
+    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
+    for block, keep in zip(blocks, keeps):
         x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
                               keep=keep)
     x = layer_norm(x, **ln_f)

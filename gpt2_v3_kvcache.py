@@ -105,10 +105,10 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    for block, layer_cache in zip(blocks, kv_caches or [None] * len(blocks), strict=True):
-        keep = logits_to_keep if block is blocks[-1] else 0      # 0 is all: the next block reads it
+    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
+    for block, keep, cache in zip(blocks, keeps, kv_caches or [None] * len(blocks), strict=True):
         x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
-                              layer_cache=layer_cache, keep=keep)
+                              layer_cache=cache, keep=keep)
     x = layer_norm(x, **ln_f)
     return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
 

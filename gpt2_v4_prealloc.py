@@ -158,8 +158,8 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    for layer, block in enumerate(blocks):
-        keep = logits_to_keep if block is blocks[-1] else 0      # 0 is all: the next block reads it
+    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
+    for layer, (block, keep) in enumerate(zip(blocks, keeps)):
         x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
                               kv_caches=kv_caches, layer=layer, keep=keep)
     x = layer_norm(x, **ln_f)
