@@ -184,7 +184,8 @@ def steps(options, model):
                 [[f"{position}"] + [f"{milliseconds[version][n]:.1f}" for version in VERSIONS]
                  for n, position in enumerate(positions)])
     if options.plot:
-        figure, axes = options.plot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+        figure, axes = options.plot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+        figure.suptitle(model.name)
         for axis, versions in zip(axes, (["v2", "v3", "v4"], ["v3", "v4"])):
             for version in versions:
                 axis.plot(positions, milliseconds[version], "o-", color=COLORS[version],
@@ -237,7 +238,8 @@ def memory(options):
         figure, axis = options.plot.subplots(figsize=(6.4, 4), layout="constrained")
         for name, per_token in BYTES_PER_TOKEN.items():
             lengths = [n for n in CONTEXTS if n <= CONTEXT_OF.get(name, 1024)]
-            axis.plot(lengths, [per_token * n / MIB for n in lengths], "o-", label=name)
+            axis.plot(lengths, [per_token * n / MIB for n in lengths], "o-",
+                      label=f"{name}, {'float32' if name.startswith('GPT-2') else '16 bits'}")
         axis.set(xlabel="context, in tokens", ylabel="MiB of cache for one sequence")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
@@ -284,7 +286,8 @@ def print_reserved():
     rows.append(["all", "", f"{reserved:,}", f"{used:,}", mib(reserved), mib(used),
                  f"{used / reserved:.0%}"])
     print_table("Eight requests in one batch, GPT-2 124M: positions and MiB, reserved and used",
-                ["prompt", "answer", "reserved", "used", "MiB reserved", "MiB used", "used"], rows)
+                ["prompt", "answer", "reserved", "used", "MiB reserved", "MiB used", "share used"],
+                rows)
 
 
 def print_traffic():

@@ -89,7 +89,7 @@ def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None, keep=0):
 def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None, keep=0):
     """Attention, then the feed-forward network; each reads a normalized x and adds to x.
 
-    If keep > 0, only at the last keep positions; the others serve by their keys and values.
+    If keep > 0, the output is that of the last keep positions; the others give keys and values.
     """
     x = x[..., -keep:, :] + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask,
                                 layer_cache=layer_cache, keep=keep)

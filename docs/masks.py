@@ -30,7 +30,7 @@ v3.gpt2 = noting
 v3.generate(*v3.pad_batch([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]), params, hparams["n_head"], 4)
 
 T, S = 6, masks[-1].shape[1]
-figure, axes = plt.subplots(len(masks), 1, figsize=(5, 5.4), layout="constrained",
+figure, axes = plt.subplots(len(masks), 1, figsize=(5.4, 5.4), layout="constrained",
                             height_ratios=[len(mask) for mask in masks])
 names = ["prefill"] + [f"decode {n}" for n in range(1, len(masks))]
 tokens = ["pad", "pad", *(f"t{n}" for n in range(1, S - 1))]
@@ -42,7 +42,7 @@ for axis, mask, name in zip(axes, masks, names):
     axis.set(xlim=(0, S), ylim=(rows, 0), aspect="equal", frame_on=False, xticks=[])
     axis.set_yticks(np.arange(rows) + 0.5, tokens[columns - rows:columns])
     axis.tick_params(length=0)
-    axis.set_ylabel(name, rotation=0, ha="right", va="center")
+    axis.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=16)
 axes[0].set_xticks(np.arange(S) + 0.5, tokens)
 axes[0].xaxis.tick_top()
 axes[0].set_title("rows: queries, columns: keys; dark: attended to")
