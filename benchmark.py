@@ -23,9 +23,10 @@ import types
 from pathlib import Path
 
 # before NumPy starts: its threads are as many as those of the peers
-if not os.environ.get("OPENBLAS_NUM_THREADS", "").isdecimal():
-    os.environ["OPENBLAS_NUM_THREADS"] = str(os.cpu_count())
-THREADS = int(os.environ["OPENBLAS_NUM_THREADS"])
+CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+wanted = os.environ.get("OPENBLAS_NUM_THREADS", "")
+THREADS = min(int(wanted) if wanted.isdecimal() else 0, CPUS) or CPUS
+os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import numpy as np  # noqa: E402
 
@@ -313,7 +314,8 @@ def transformers_engine(model):
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
         vocab_size=model.n_vocab, n_positions=model.n_ctx, n_embd=model.n_embd,
-        n_layer=model.n_layer, n_head=model.n_head)
+        n_layer=model.n_layer, n_head=model.n_head,
+        eos_token_id=None)                        # no token ends a text, and so none is suppressed
     gpt2 = transformers.GPT2LMHeadModel(config).eval()
     gpt2.load_state_dict({name: torch.from_numpy(array)
                           for name, array in hugging_face_names(model.params).items()})
@@ -374,7 +376,7 @@ def ctranslate2_engine(model, gpt2):
         prompts = [[tokens[token_id] for token_id in row] for row in batch[0]]
         start = time.perf_counter()
         results = generator.generate_batch(
-            prompts, min_length=n, max_length=n, include_prompt_in_result=False,
+            prompts, min_length=n, max_length=n, end_token=[], include_prompt_in_result=False,
             callback=look_at_the_clock)
         return [result.sequences_ids[0] for result in results], np.diff([start, *stamps])
 
@@ -382,13 +384,19 @@ def ctranslate2_engine(model, gpt2):
 
 
 def floor_seconds(model, n_positions, batch):
-    """The matrix products of a pass alone: all linear layers, and the unembedding of a batch."""
+    """The matrix products of a pass with the weights alone: all linear layers, the unembedding.
+
+    From the last c_proj of attention on, they are for the last position of each row only.
+    """
     x = {n: np.ones((n_positions, n), dtype=np.float32) for n in (model.n_embd, 4 * model.n_embd)}
+    weights = [layer["w"] for block in model.params["blocks"]
+               for layer in (block["attn"]["c_attn"], block["attn"]["c_proj"],
+                             block["mlp"]["c_fc"], block["mlp"]["c_proj"])]
     start = time.perf_counter()
-    for block in model.params["blocks"]:
-        for layer in *block["attn"].values(), *block["mlp"].values():
-            x[len(layer["w"])] @ layer["w"]
-    x[model.n_embd][:batch] @ model.params["wte"].T
+    for w in weights[:-3]:
+        x[len(w)] @ w
+    for w in *weights[-3:], model.params["wte"].T:
+        x[len(w)][:batch] @ w
     return time.perf_counter() - start
 
 
@@ -408,13 +416,13 @@ def peers(options, model):
             progress(f"batch {B}, prompt {T}, run {run} of {options.runs}")
             ids, order = {}, list(engines)        # each run begins with another engine
             for name in order[run % len(order):] + order[:run % len(order)]:
-                time.sleep(0.1)                   # threads of the last one wait busily for a moment
+                time.sleep(0.2)                   # threads of the last one wait busily for a moment
                 ids[name], times = engines[name](batch, n)
                 seconds[name].append(times)
             for name in engines:
                 if not np.array_equal(ids[name], ids["v4"]):
                     sys.exit(f"{name} generates other tokens than v4: nothing to compare")
-            time.sleep(0.1)
+            time.sleep(0.2)
             seconds["floor"].append([floor_seconds(model, B * T, B)]
                                     + [floor_seconds(model, B, B) for _ in range(1, n)])
         for phase, tokens in ("prefill", slice(0, 1)), ("decode", slice(1, None)):
@@ -471,9 +479,10 @@ def main():
         model = Model(options)
     except (OSError, ValueError, utils.DownloadError) as error:
         parser.error(str(error))
-    if options.prompt > model.n_ctx:
-        parser.error(f"a prompt of {options.prompt} tokens exceeds the model's context of "
-                     f"{model.n_ctx}")
+    needed = {"cache": options.prompt, "steps": 10 + 9, "peers": 10 + 31}[options.command]
+    if needed > model.n_ctx:
+        parser.error(f"{options.command} takes {needed} tokens here, more than the model's context "
+                     f"of {model.n_ctx}")
     commands[options.command](options, model)
 
 

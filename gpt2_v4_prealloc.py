@@ -20,15 +20,16 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # with u = sqrt(2 / pi) (x + 0.044715 x^3), it is 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)), and
-    # exp is faster than tanh; in place, which spares a new array at each step
+    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in place: no new array at each step
     y = x * x * x
     y *= 0.044715
     y += x
-    y *= -2 * math.sqrt(2 / math.pi)
-    np.exp(np.minimum(y, 80, out=y), out=y)                      # exp(89) exceeds float32
+    y *= math.sqrt(2 / math.pi)
+    np.tanh(y, out=y)
     y += 1
-    return np.divide(x, y, out=y)
+    y *= x
+    y *= 0.5
+    return y
 
 
 def softmax(x, out=None):
@@ -152,8 +153,8 @@ def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, kv_caches=None, la
 def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, logits_to_keep=0):
     """Compute, at each position, the logits of the token that comes next.
 
-    input_ids and pos_ids: [B, T]; mask: broadcasts to [B, H, T, S], 0 where a query may attend,
-    -1e10 elsewhere; kv_caches: a KVCache, extended in place, or None for no cache.
+    input_ids and pos_ids: [B, T]; mask: 2-D or more, broadcast to [B, H, T, S], 0 where a query may
+    attend, -1e10 elsewhere; kv_caches: a KVCache, extended in place, or None for no cache.
     Returns float32 logits [B, T, V]; if logits_to_keep > 0, of that many last positions only.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """

@@ -61,7 +61,7 @@ def test_memory():
 def test_what_is_not_there():
     for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
                             (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
-                            (["cache", "--prompt", "513"], "context of 512"),
+                            (["cache", "--prompt", "513"], "takes 513 tokens"),
                             (["cache", "--model", "tiny", "--random", "124M"], "not allowed"),
                             (["concat", "--plot"], "steps and memory")]:
         result = subprocess.run(
