@@ -171,15 +171,15 @@ def cache(options, model):
 
 def steps(options, model):
     positions = [p for p in (10, 128, 256, 384, 512, 640, 768, 896, 1000) if p + 9 <= model.n_ctx]
-    milliseconds = {version: [] for version in VERSIONS}
-    for T in positions:
-        batch, runs = model.prompts(1, T), {version: [] for version in VERSIONS}
-        for run in range(options.runs + 1):
-            progress(f"position {T}, run {run} of {options.runs}")
+    seconds = {(version, T): [] for version in VERSIONS for T in positions}
+    for run in range(options.runs + 1):           # a busy moment spoils one run of all, not a point
+        for T in positions:
+            progress(f"run {run} of {options.runs}, position {T}")
             for version, module in VERSIONS.items():
-                runs[version].append(model.generate(module, batch, 9)[1][1:])
-        for version in VERSIONS:
-            milliseconds[version].append(1000 * np.median(runs[version][1:]))
+                _, times, _ = model.generate(module, model.prompts(1, T), 9)
+                seconds[version, T].append(times[1:])
+    milliseconds = {version: [1000 * np.median(seconds[version, T][1:]) for T in positions]
+                    for version in VERSIONS}
     print_table(f"Milliseconds for one decode step, by position, {model.name}",
                 ["position", *VERSIONS],
                 [[f"{position}"] + [f"{milliseconds[version][n]:.1f}" for version in VERSIONS]

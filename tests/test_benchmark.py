@@ -1,17 +1,23 @@
 """benchmark.py: what it counts and computes; its times are not tested."""
+import os
+import re
 import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 
 import benchmark
+import gpt2_v4_prealloc
 from conftest import ROOT
+from helpers import random_tensors, to_params
+from test_logits import HPARAMS, Weight
 
 
-def run(*arguments):
+def run(*arguments, env=None):
     return subprocess.run([sys.executable, str(ROOT / "benchmark.py"), *arguments],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=60, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +28,11 @@ def model():
 
 @pytest.mark.parametrize("T, n, uncached, cached", [(10, 20, 390, 29), (3, 3, 12, 5)])
 def test_positions(model, T, n, uncached, cached):
-    """10 + 11 + ... + 29 is 390, 10 + 19 is 29; 3 + 4 + 5 is 12, 3 + 2 is 5."""
-    positions = [model.generate(module, model.prompts(1, T), n)[2]
-                 for module in benchmark.VERSIONS.values()]
-    assert positions == [uncached, cached, cached]
+    """10 + 11 + ... + 29 is 390, 10 + 19 is 29; 3 + 4 + 5 is 12, 3 + 2 is 5. In each row."""
+    for batch in 1, 2:
+        positions = [model.generate(module, model.prompts(batch, T), n)[2]
+                     for module in benchmark.VERSIONS.values()]
+        assert positions == [batch * uncached, batch * cached, batch * cached]
 
 
 @pytest.mark.parametrize("version", benchmark.VERSIONS)
@@ -37,6 +44,27 @@ def test_a_time_for_each_token(model, version):
     ids, seconds, _ = model.generate(module, batch, 4)
     assert ids.tolist() == expected.tolist()
     assert len(seconds) == 4 and min(seconds) > 0
+
+
+@pytest.mark.parametrize("B, T", [(1, 10), (3, 10), (3, 1)])
+def test_floor(B, T):
+    """The products with weights that version 4 computes for one new token, and nothing else."""
+    tensors = random_tensors(HPARAMS)
+    params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
+    Weight.shapes.clear()
+    gpt2_v4_prealloc.generate(np.zeros((B, T), dtype=np.int64), np.ones((B, T)), params, 4, 1)
+    computed = Weight.shapes.copy()
+    Weight.shapes.clear()
+    benchmark.floor_seconds(types.SimpleNamespace(params=params, n_embd=32), B * T, B)
+    assert Weight.shapes == computed
+
+
+@pytest.mark.parametrize("wanted", ["", "0", "1", "two", "99999"])
+def test_threads(wanted):
+    """At least one, and no more than there are CPUs, since OpenBLAS starts no more."""
+    result = run("memory", env={**os.environ, "OPENBLAS_NUM_THREADS": wanted})
+    threads = int(re.search(r"(\d+) threads;", result.stdout).group(1))
+    assert 1 <= threads <= (1 if wanted == "1" else os.cpu_count()), result.stderr
 
 
 def test_a_prompt_as_long_as_the_context():

@@ -26,6 +26,7 @@ def test_gelu(module):
     with np.errstate(all="raise", under="ignore"):
         assert_close(module.gelu(x), [0, 0, -0.0036374331, -0.15880799, -0.154286, 0, 0.345714,
                                       0.84119201, 2.9963627, 10, 100])
+    np.testing.assert_array_equal(x, array(-100, -10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 100))
 
 
 @pytest.mark.parametrize("module", SCRIPTS)

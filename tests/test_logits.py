@@ -83,19 +83,44 @@ def test_float32_whatever_the_mask(dtype, params):
                  expected)
 
 
-def test_logits_to_keep(params):
+@pytest.mark.parametrize("keep", [2, 12])
+def test_logits_to_keep(keep, params):
+    """The last ones, or all, if there are fewer: the prompts have up to 10 tokens."""
     blocks = params["blocks"]
     params = {**params, "blocks": blocks + blocks[-1:]}  # the last layer, not the last weights
-    batch = pad_batch(PROMPTS)
+    batch, options = pad_batch(PROMPTS), {"n_head": 4, "logits_to_keep": keep}
     whole = gpt2_v2_padding.gpt2(*batch, **params, n_head=4)
-    assert_close(gpt2_v2_padding.gpt2(*batch, **params, n_head=4, logits_to_keep=2), whole[:, -2:])
-    whole = gpt2_v1.gpt2(PROMPTS[0], **params, n_head=4)
-    assert_close(gpt2_v1.gpt2(PROMPTS[0], **params, n_head=4, logits_to_keep=2), whole[-2:])
+    assert_close(gpt2_v2_padding.gpt2(*batch, **params, **options), whole[:, -keep:])
     for module in CACHED:
         caches, mask = new_caches(module, params, 3, 4, 10), visible(batch[1], 0, 10)
-        kept = module.gpt2(batch[0], positions(batch[1]), mask, caches, **params, n_head=4,
-                           logits_to_keep=2)
-        assert_close(kept, gpt2_v2_padding.gpt2(*batch, **params, n_head=4)[:, -2:])
+        kept = module.gpt2(batch[0], positions(batch[1]), mask, caches, **params, **options)
+        assert_close(kept, whole[:, -keep:])
+    whole = gpt2_v1.gpt2(PROMPTS[0], **params, n_head=4)
+    assert_close(gpt2_v1.gpt2(PROMPTS[0], **params, **options), whole[-keep:])
+
+
+@pytest.mark.parametrize("module", CACHED)
+def test_logits_to_keep_with_one_mask_for_all_queries(module, params):
+    input_ids, attention_mask = pad_batch(PROMPTS)
+    arguments = (input_ids, positions(attention_mask),
+                 visible(attention_mask, 0, 10)[:, :, -1:], None)  # [B, 1, 1, S]
+    whole = module.gpt2(*arguments, **params, n_head=4)
+    assert_close(module.gpt2(*arguments, **params, n_head=4, logits_to_keep=2), whole[:, -2:])
+
+
+@pytest.mark.parametrize("module", [gpt2_v1, gpt2_v2_padding, *CACHED])
+def test_queries_of_the_last_block(module, params, monkeypatch):
+    """In the last of the two blocks, only for the logits that are wanted."""
+    queries, attention = [], module.attention
+
+    def noted(q, k, v, mask):
+        queries.append(q.shape[-2])
+        return attention(q, k, v, mask)
+
+    monkeypatch.setattr(module, "attention", noted)
+    batch = PROMPTS[:1] if module is gpt2_v1 else pad_batch(PROMPTS[:1])
+    module.generate(*batch, params, 4, 1)
+    assert queries == [len(PROMPTS[0]), 1]
 
 
 class Weight(np.ndarray):
@@ -121,6 +146,18 @@ def test_one_matrix_product_for_a_batch(module):
         (30, 32), (30, 32), (30, 32), (30, 128),  # c_attn, c_proj, c_fc, c_proj
         (30, 32), (3, 32), (3, 32), (3, 128),
         (3, 32)]                                  # unembedding
+
+
+def test_matrix_products_of_version_1():
+    """From the queries of the last block on, only for the position whose logits are needed."""
+    tensors = random_tensors(HPARAMS)
+    Weight.shapes.clear()
+    params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
+    gpt2_v1.generate(list(range(10)), params, 4, 1)
+    assert Weight.shapes == [
+        (10, 32), (10, 32), (10, 32), (10, 128),  # c_attn, c_proj, c_fc, c_proj
+        (10, 32), (1, 32), (1, 32), (1, 128),
+        (1, 32)]                                  # unembedding
 
 
 # Expected values from Transformers' GPT2LMHeadModel in float32, made by
