@@ -11,7 +11,7 @@ import pytest
 import benchmark
 import gpt2_v4_prealloc
 from conftest import ROOT
-from helpers import random_tensors, to_params
+from helpers import make_hparams, random_tensors, to_params, write_model
 from test_logits import HPARAMS, Weight
 
 
@@ -84,6 +84,17 @@ def test_memory():
     # KiB a token, then MiB at 128, 512, 1,024, 2,048, 8,192 and 32,768 tokens
     assert "| Qwen3-0.6B | 112 | 14 | 56 | 112 | 224 | 896 | 3,584 |" in result.stdout
     assert "| Llama 3 8B | 128 | 16 | 64 | 128 | 256 | 1,024 |  |" in result.stdout
+
+
+def test_a_context_too_short_to_measure(tmp_path):
+    """16 are enough for cache, after a prompt of 10, but not for steps."""
+    hparams = make_hparams(n_vocab=257, n_ctx=16)
+    write_model(tmp_path / "short", hparams, random_tensors(hparams))
+    arguments = "--model", "short", "--models_dir", str(tmp_path), "--runs", "1"
+    result = run("steps", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "19 tokens" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+    assert run("cache", *arguments).returncode == 0
 
 
 def test_what_is_not_there():
