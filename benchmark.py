@@ -386,7 +386,7 @@ def ctranslate2_engine(model, gpt2):
 def floor_seconds(model, n_positions, batch):
     """The matrix products of a pass with the weights alone: all linear layers, the unembedding.
 
-    From the last c_proj of attention on, they are for the last position of each row only.
+    From c_proj of the last block's attention on, they are for the last position of a row only.
     """
     x = {n: np.ones((n_positions, n), dtype=np.float32) for n in (model.n_embd, 4 * model.n_embd)}
     weights = [layer["w"] for block in model.params["blocks"]
@@ -482,7 +482,7 @@ def main():
     needed = {"cache": options.prompt, "steps": 10 + 9, "peers": 10 + 31}[options.command]
     if needed > model.n_ctx:
         parser.error(f"{options.command} takes {needed} tokens here, more than the model's context "
-                     f"of {model.n_ctx}")
+                     f"of {model.n_ctx}: choose another --model or, for cache, a shorter --prompt")
     commands[options.command](options, model)
 
 

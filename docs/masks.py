@@ -29,7 +29,7 @@ def noting(input_ids, pos_ids, mask, *args, **kwargs):
 v3.gpt2 = noting
 v3.generate(*v3.pad_batch([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]), params, hparams["n_head"], 4)
 
-T, S = 6, masks[-1].shape[1]
+S = masks[-1].shape[1]
 figure, axes = plt.subplots(len(masks), 1, figsize=(5.4, 5.4), layout="constrained",
                             height_ratios=[len(mask) for mask in masks])
 names = ["prefill"] + [f"decode {n}" for n in range(1, len(masks))]

@@ -100,7 +100,8 @@ def test_a_context_too_short_to_measure(tmp_path):
 def test_what_is_not_there():
     for arguments, says in [(["peers"], "pip install"), (["steps", "--plot"], "pip install"),
                             (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
-                            (["cache", "--prompt", "513"], "takes 513 tokens"),
+                            (["cache", "--prompt", "513"],
+                             "takes 513 tokens here, more than the model's context of 512"),
                             (["cache", "--model", "tiny", "--random", "124M"], "not allowed"),
                             (["concat", "--plot"], "steps and memory")]:
         result = subprocess.run(
