@@ -1,9 +1,8 @@
 """GPT-2 in NumPy, version 2: several prompts at once, padded on the left.
 
-A pass reads all the weights, whether for one prompt or for eight; the prompts of a batch share
-that cost. But a batch is a rectangle, and prompts differ in length: short ones are padded on the
-left, so that every row's newest token is in the last column. attention_mask marks the real tokens.
-It has two uses: only real tokens count as positions, and no real token attends to padding.
+A pass reads all the weights, whether for one prompt or for eight. But a batch is a rectangle: short
+prompts are padded on the left, so that every row's newest token is in the last column. The real
+tokens, marked by attention_mask, are all that count as positions and all that is attended to.
 
 What it costs: padding is computed like any token, and each step still recomputes the past.
 
@@ -19,41 +18,25 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in place: no new array at each step
-    y = x * x * x
-    y *= 0.044715
-    y += x
-    y *= math.sqrt(2 / math.pi)
-    np.tanh(y, out=y)
-    y += 1
-    y *= x
-    y *= 0.5
-    return y
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def softmax(x, out=None):
+def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
-    np.exp(x, out=x)
-    x /= x.sum(axis=-1, keepdims=True)
-    return x
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
 
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    E = x.shape[-1]                          # for one position, sum / E is faster than mean
-    x = x - x.sum(axis=-1, keepdims=True) / E
-    variance = (x * x).sum(axis=-1, keepdims=True) / E
-    x /= np.sqrt(variance + eps)
-    x *= g
-    x += b
-    return x
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = (x * x).mean(axis=-1, keepdims=True)
+    return g * x / np.sqrt(variance + eps) + b
 
 
-def linear(x, w, b):
+def linear(x, w, b=0):
     """Apply a linear layer to each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w                           # [B * T, out]: one matmul
-    y += b
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
@@ -66,29 +49,23 @@ def ffn(x, c_fc, c_proj):
 def attention(q, k, v, mask):
     """For each query, average the values, weighted by how well their keys match it."""
     # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
-    q = q / math.sqrt(q.shape[-1])
-    scores = q @ k.swapaxes(-1, -2)                              # [B, H, T, D] -> [B, H, T, T]
-    scores += mask
-    return softmax(scores, out=scores) @ v                       # [B, H, T, T] -> [B, H, T, D]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, T]
+    return softmax(scores + mask) @ v                            # [B, H, T, T] -> [B, H, T, D]
 
 
-def mha(x, c_attn, c_proj, n_head, mask, keep=0):
+def mha(x, c_attn, c_proj, n_head, mask):
     """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
     qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
-    x = attention(q[..., -keep:, :], k, v, mask)                 # q[..., -0:, :] is all of q
-    x = x.transpose(0, 2, 1, 3).reshape(B, -1, E)                # [B, H, T, D] -> [B, T, E]
+    x = attention(q, k, v, mask)
+    x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
     return linear(x, **c_proj)
 
 
-def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, keep=0):
-    """Attention, then the feed-forward network; each reads a normalized x and adds to x.
-
-    If keep > 0, the output is that of the last keep positions; the others give keys and values.
-    """
-    x = x[..., -keep:, :] + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask,
-                                keep=keep)
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask):
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
@@ -105,12 +82,10 @@ def gpt2(input_ids, attention_mask, wte, wpe, blocks, ln_f, n_head, logits_to_ke
     mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
-    for block, keep in zip(blocks, keeps):
-        x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
-                              keep=keep)
-    x = layer_norm(x, **ln_f)
-    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
+    for block in blocks:
+        x = transformer_block(x, **block, n_head=n_head, mask=mask)
+    x = layer_norm(x[..., -logits_to_keep:, :], **ln_f)          # -0: takes them all
+    return linear(x, wte.T)                                      # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
@@ -129,13 +104,15 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
-    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
+    Takes pad_batch's two arrays, with a real token in each row. Returns only the new ids, [B, n].
+    ValueError unless T >= 1, n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+    if T < 1 or n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
         raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
-                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
+                         f"both must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
+    if not attention_mask.any(axis=-1).all():
+        raise ValueError("a row of attention_mask has no real token: nothing to continue")
     for _ in tqdm.tqdm(range(n_tokens_to_generate), "generating"):
         logits = gpt2(input_ids, attention_mask, **params, n_head=n_head, logits_to_keep=1)
         next_ids = np.argmax(logits, axis=-1)                    # [B, 1, V] -> [B, 1]

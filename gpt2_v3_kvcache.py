@@ -19,41 +19,25 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in place: no new array at each step
-    y = x * x * x
-    y *= 0.044715
-    y += x
-    y *= math.sqrt(2 / math.pi)
-    np.tanh(y, out=y)
-    y += 1
-    y *= x
-    y *= 0.5
-    return y
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def softmax(x, out=None):
+def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
-    np.exp(x, out=x)
-    x /= x.sum(axis=-1, keepdims=True)
-    return x
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
 
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    E = x.shape[-1]                          # for one position, sum / E is faster than mean
-    x = x - x.sum(axis=-1, keepdims=True) / E
-    variance = (x * x).sum(axis=-1, keepdims=True) / E
-    x /= np.sqrt(variance + eps)
-    x *= g
-    x += b
-    return x
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = (x * x).mean(axis=-1, keepdims=True)
+    return g * x / np.sqrt(variance + eps) + b
 
 
-def linear(x, w, b):
+def linear(x, w, b=0):
     """Apply a linear layer to each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w                           # [B * T, out]: one matmul
-    y += b
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
@@ -66,13 +50,11 @@ def ffn(x, c_fc, c_proj):
 def attention(q, k, v, mask):
     """For each query, average the values, weighted by how well their keys match it."""
     # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
-    q = q / math.sqrt(q.shape[-1])
-    scores = q @ k.swapaxes(-1, -2)                              # [B, H, T, D] -> [B, H, T, S]
-    scores += mask
-    return softmax(scores, out=scores) @ v                       # [B, H, T, S] -> [B, H, T, D]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, S]
+    return softmax(scores + mask) @ v                            # [B, H, T, S] -> [B, H, T, D]
 
 
-def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None, keep=0):
+def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None):
     """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
     qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
@@ -82,18 +64,14 @@ def mha(x, c_attn, c_proj, n_head, mask, layer_cache=None, keep=0):
             k = np.concatenate([layer_cache["k"], k], axis=2)    # [B, H, T, D] -> [B, H, S, D]
             v = np.concatenate([layer_cache["v"], v], axis=2)    # [B, H, T, D] -> [B, H, S, D]
         layer_cache["k"], layer_cache["v"] = k, v
-    x = attention(q[..., -keep:, :], k, v, mask)                 # q[..., -0:, :] is all of q
-    x = x.transpose(0, 2, 1, 3).reshape(B, -1, E)                # [B, H, T, D] -> [B, T, E]
+    x = attention(q, k, v, mask)
+    x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
     return linear(x, **c_proj)
 
 
-def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None, keep=0):
-    """Attention, then the feed-forward network; each reads a normalized x and adds to x.
-
-    If keep > 0, the output is that of the last keep positions; the others give keys and values.
-    """
-    x = x[..., -keep:, :] + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask,
-                                layer_cache=layer_cache, keep=keep)
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, layer_cache=None):
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, layer_cache=layer_cache)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
@@ -106,12 +84,10 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
-    for block, keep, cache in zip(blocks, keeps, kv_caches or [None] * len(blocks), strict=True):
-        x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
-                              layer_cache=cache, keep=keep)
-    x = layer_norm(x, **ln_f)
-    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
+    for block, layer_cache in zip(blocks, kv_caches or [None] * len(blocks), strict=True):
+        x = transformer_block(x, **block, n_head=n_head, mask=mask, layer_cache=layer_cache)
+    x = layer_norm(x[..., -logits_to_keep:, :], **ln_f)          # -0: takes them all
+    return linear(x, wte.T)                                      # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
@@ -130,24 +106,23 @@ def pad_batch(prompts):
 def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
     """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
-    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
+    Takes pad_batch's two arrays, with a real token in each row. Returns only the new ids, [B, n].
+    ValueError unless T >= 1, n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+    if T < 1 or n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
         raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
-                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
+                         f"both must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
+    if not attention_mask.any(axis=-1).all():
+        raise ValueError("a row of attention_mask has no real token: nothing to continue")
     kv_caches = [{"k": None, "v": None} for _ in params["blocks"]]
 
-    # Prefill: the prompt, in chunks that keep arrays small; its last position predicts a new token.
+    # Prefill: the whole prompt in one pass; its last position predicts the first new token.
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
     mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
     pos_ids = np.clip(np.cumsum(attention_mask, axis=-1) - 1, 0, None).astype(np.int64)  # [B, T]
-    for start in range(0, T, 256):
-        new = slice(start, start + 256)
-        logits = gpt2(input_ids[:, new], pos_ids[:, new], mask[:, :, new, :new.stop], kv_caches,
-                      **params, n_head=n_head, logits_to_keep=1)
+    logits = gpt2(input_ids, pos_ids, mask, kv_caches, **params, n_head=n_head, logits_to_keep=1)
     next_ids = np.argmax(logits, axis=-1)                        # [B, 1, V] -> [B, 1]
     input_ids = np.concatenate([input_ids, next_ids], axis=-1)   # [B, T] -> [B, T + 1]
 

@@ -1,10 +1,8 @@
 """GPT-2 in NumPy, version 4: a preallocated cache, so that the past is not copied.
 
-np.concatenate makes a new array at every step and copies the whole past into it: on the way to
-8,192 positions, 1 + 2 + ... + 8,191 = 33.6 million entries in every layer. But the final length,
-T + n - 1, is known before the first step. So the buffers are allocated once at that size; new keys
-and values are written into the next free slots, and attention reads views of the filled ones. The
-padding mask, too, is built once and sliced.
+np.concatenate copies the whole past at every step, 33.6 million entries in each layer on the way to
+8,192 positions. But the final length, T + n - 1, is known from the start. So buffers of that size
+are allocated once, new keys and values go into free slots, and attention reads views of the rest.
 
 What it costs: memory for the whole generation is reserved from the start.
 
@@ -20,41 +18,25 @@ import utils
 
 def gelu(x):
     """GPT-2's activation: the tanh approximation of x * Phi(x) (Hendrycks & Gimpel 2016)."""
-    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in place: no new array at each step
-    y = x * x * x
-    y *= 0.044715
-    y += x
-    y *= math.sqrt(2 / math.pi)
-    np.tanh(y, out=y)
-    y += 1
-    y *= x
-    y *= 0.5
-    return y
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def softmax(x, out=None):
+def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
-    np.exp(x, out=x)
-    x /= x.sum(axis=-1, keepdims=True)
-    return x
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
 
 
 def layer_norm(x, g, b, eps=1e-5):
     """Give each position mean 0 and variance 1, then a learned scale g and shift b."""
-    E = x.shape[-1]                          # for one position, sum / E is faster than mean
-    x = x - x.sum(axis=-1, keepdims=True) / E
-    variance = (x * x).sum(axis=-1, keepdims=True) / E
-    x /= np.sqrt(variance + eps)
-    x *= g
-    x += b
-    return x
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = (x * x).mean(axis=-1, keepdims=True)
+    return g * x / np.sqrt(variance + eps) + b
 
 
-def linear(x, w, b):
+def linear(x, w, b=0):
     """Apply a linear layer to each position; w is [in, out], b is [out]."""
-    y = x.reshape(-1, x.shape[-1]) @ w                           # [B * T, out]: one matmul
-    y += b
+    y = x.reshape(-1, x.shape[-1]) @ w + b                       # [B * T, out]: one matmul
     return y.reshape(*x.shape[:-1], -1)                          # [B, T, in] -> [B, T, out]
 
 
@@ -67,10 +49,8 @@ def ffn(x, c_fc, c_proj):
 def attention(q, k, v, mask):
     """For each query, average the values, weighted by how well their keys match it."""
     # math, not np: under NumPy 2 a NumPy float64 scalar makes everything after it float64
-    q = q / math.sqrt(q.shape[-1])
-    scores = q @ k.swapaxes(-1, -2)                              # [B, H, T, D] -> [B, H, T, S]
-    scores += mask
-    return softmax(scores, out=scores) @ v                       # [B, H, T, S] -> [B, H, T, D]
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])     # [B, H, T, D] -> [B, H, T, S]
+    return softmax(scores + mask) @ v                            # [B, H, T, S] -> [B, H, T, D]
 
 
 def kv_cache_bytes(n_layer, batch, n_positions, n_head, head_dim, bytes_per_value=4):
@@ -93,10 +73,9 @@ class KVCache:
         """
         keys, values, start = self.keys[layer], self.values[layer], self.lengths[layer]
         B, H, capacity, D = keys.shape
-        T = k.shape[-2]
-        if not k.shape == v.shape == (B, H, T, D):
+        end = start + k.shape[-2]
+        if not k.shape == v.shape == (B, H, end - start, D):
             raise ValueError(f"k {k.shape} and v {v.shape} don't fit a cache of {keys.shape}")
-        end = start + T
         if end > capacity:
             raise ValueError(f"{end} positions exceed the cache's capacity of {capacity}")
         keys[:, :, start:end] = k
@@ -108,18 +87,17 @@ class KVCache:
     def length(self):
         """Positions in every layer. RuntimeError if they disagree: a pass stopped part-way."""
         if len(set(self.lengths)) > 1:
-            raise RuntimeError(f"a pass stopped part-way: the layers hold {self.lengths} "
-                               "positions; truncate or reset the cache")
+            raise RuntimeError(f"a pass stopped part-way: truncate the layers, now {self.lengths}")
         return self.lengths[0]
 
     def truncate(self, length):
-        """Keep the first length positions of each layer. ValueError if one holds fewer."""
+        """Drop what is after length: a wrong guess, a failed pass. ValueError if there is less."""
         if not 0 <= length <= min(self.lengths):
             raise ValueError(f"can't truncate to {length} positions of {self.lengths}")
         self.lengths = [length] * len(self.lengths)
 
     def reset(self):
-        """Forget everything."""
+        """Forget everything, to use the buffers for another text."""
         self.truncate(0)
 
     @property
@@ -128,25 +106,21 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-def mha(x, c_attn, c_proj, n_head, mask, kv_caches=None, layer=None, keep=0):
+def mha(x, c_attn, c_proj, n_head, mask, cache=None, layer=None):
     """Multi-head attention: each position attends to itself and to those before it."""
     B, T, E = x.shape
     qkv = linear(x, **c_attn).reshape(B, T, 3, n_head, E // n_head)  # [B, T, E] -> [B, T, 3, H, D]
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)                       # 3 x [B, H, T, D]
-    if kv_caches is not None:
-        k, v = kv_caches.update(layer, k, v)                     # [B, H, T, D] -> [B, H, S, D]
-    x = attention(q[..., -keep:, :], k, v, mask)                 # q[..., -0:, :] is all of q
-    x = x.transpose(0, 2, 1, 3).reshape(B, -1, E)                # [B, H, T, D] -> [B, T, E]
+    if cache is not None:
+        k, v = cache.update(layer, k, v)                         # [B, H, T, D] -> [B, H, S, D]
+    x = attention(q, k, v, mask)
+    x = x.transpose(0, 2, 1, 3).reshape(B, T, E)                 # [B, H, T, D] -> [B, T, E]
     return linear(x, **c_proj)
 
 
-def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, kv_caches=None, layer=None, keep=0):
-    """Attention, then the feed-forward network; each reads a normalized x and adds to x.
-
-    If keep > 0, the output is that of the last keep positions; the others give keys and values.
-    """
-    x = x[..., -keep:, :] + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask,
-                                kv_caches=kv_caches, layer=layer, keep=keep)
+def transformer_block(x, ln_1, attn, ln_2, mlp, n_head, mask, cache=None, layer=None):
+    """Attention, then the feed-forward network; each reads a normalized x and adds to x."""
+    x = x + mha(layer_norm(x, **ln_1), **attn, n_head=n_head, mask=mask, cache=cache, layer=layer)
     return x + ffn(layer_norm(x, **ln_2), **mlp)
 
 
@@ -159,12 +133,10 @@ def gpt2(input_ids, pos_ids, mask, kv_caches, wte, wpe, blocks, ln_f, n_head, lo
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     x = wte[input_ids] + wpe[pos_ids]                            # [B, T] -> [B, T, E]
-    keeps = [0] * (len(blocks) - 1) + [logits_to_keep]           # 0 is all: the next block reads it
-    for layer, (block, keep) in enumerate(zip(blocks, keeps)):
-        x = transformer_block(x, **block, n_head=n_head, mask=mask[..., -keep:, :],
-                              kv_caches=kv_caches, layer=layer, keep=keep)
-    x = layer_norm(x, **ln_f)
-    return linear(x, wte.T, b=0)                                 # [B, T, E] -> [B, T, V]
+    for layer, block in enumerate(blocks):
+        x = transformer_block(x, **block, n_head=n_head, mask=mask, cache=kv_caches, layer=layer)
+    x = layer_norm(x[..., -logits_to_keep:, :], **ln_f)          # -0: takes them all
+    return linear(x, wte.T)                                      # [B, T, E] -> [B, T, V]
 
 
 def pad_batch(prompts):
@@ -180,20 +152,23 @@ def pad_batch(prompts):
     return np.array(input_ids, dtype=np.int64), np.array(attention_mask, dtype=np.float32)
 
 
-def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
+def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate, kv_caches=None):
     """Greedy decoding: append the most likely next token, n_tokens_to_generate times.
 
-    Takes the two arrays of pad_batch. Returns only the new ids, [B, n_tokens_to_generate].
-    ValueError unless n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
+    Takes pad_batch's two arrays, with a real token in each row. Returns only the new ids, [B, n].
+    ValueError unless T >= 1, n >= 1 and T + n - 1 <= n_ctx: the last new token is never fed back.
     """
     T, n_ctx = input_ids.shape[1], len(params["wpe"])
-    if n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
+    if T < 1 or n_tokens_to_generate < 1 or T + n_tokens_to_generate - 1 > n_ctx:
         raise ValueError(f"can't generate n = {n_tokens_to_generate} tokens after T = {T}: "
-                         f"n must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
-    n_layer, head_dim = len(params["blocks"]), params["wte"].shape[1] // n_head
-    kv_caches = KVCache(n_layer, len(input_ids), n_head, T + n_tokens_to_generate - 1, head_dim)
+                         f"both must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
+    if not attention_mask.any(axis=-1).all():
+        raise ValueError("a row of attention_mask has no real token: nothing to continue")
+    n_layer, B, capacity = len(params["blocks"]), len(input_ids), T + n_tokens_to_generate - 1
+    head_dim = params["wte"].shape[1] // n_head
+    kv_caches = kv_caches or KVCache(n_layer, B, n_head, capacity, head_dim)  # else a new one
 
-    # Prefill: the prompt, in chunks that keep arrays small; its last position predicts a new token.
+    # Prefill: the prompt, in pieces of 256, for speed; its last position predicts a new token.
     causal = (1 - np.tri(T, dtype=np.float32)) * -1e10           # [T, T], 0 where key <= query
     padding = (1 - attention_mask.astype(np.float32)) * -1e10    # [B, T], 0 at real keys
     mask = np.minimum(causal, padding[:, None, None, :])         # [B, 1, T, T]
@@ -207,7 +182,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate):
 
     # Decode: one token per pass. No key is in its future, so the causal mask is gone; the padding
     # mask stays and grows by a column; the token's position is its row's last + 1, not its column.
-    padding = np.pad(padding, [(0, 0), (0, n_tokens_to_generate - 1)])  # [B, T] -> [B, capacity]
+    padding = np.pad(padding, [(0, 0), (0, capacity - T)])       # [B, T] -> [B, capacity]
     pos_ids = pos_ids[:, -1:]                                    # [B, T] -> [B, 1]
     for _ in tqdm.tqdm(range(1, n_tokens_to_generate), "generating", initial=1,
                        total=n_tokens_to_generate):

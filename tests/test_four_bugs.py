@@ -76,7 +76,7 @@ NEXT_POSITION = "pos_ids = pos_ids + 1"
 SPLIT_HEADS = "reshape(B, T, 3, n_head, E // n_head)"
 MERGE_HEADS = "x = x.transpose(0, 2, 1, 3).reshape(B, T, E)"
 V3_CACHES = '[{"k": None, "v": None} for _ in params["blocks"]]'
-V4_CACHES = "KVCache(n_layer, len(input_ids), n_head, T + n_tokens_to_generate - 1, head_dim)"
+V4_CACHES = "KVCache(n_layer, B, n_head, capacity, head_dim)"
 
 BUGS = {
     "position 0": (check_positions, [V3, V4], {NEXT_POSITION: "pos_ids = pos_ids * 0"}),
@@ -114,5 +114,6 @@ def test_without_the_bug(check, name, reference):
                                        for name in names])
 def test_the_bug_is_caught(bug, name, reference):
     check, _, changes = BUGS[bug]
+    broken = script_with(name, changes)
     with pytest.raises((AssertionError, ValueError)):
-        check(script_with(name, changes), reference)
+        check(broken, reference)

@@ -136,6 +136,20 @@ def test_what_just_fits(module, n_prompt, n_new):
     assert np.shape(new_ids) == ((n_new,) if module is gpt2_v1 else (1, n_new))
 
 
+@pytest.mark.parametrize("module", [gpt2_v1, *BATCHED])
+def test_nothing_to_continue(module):
+    """No token at all; and, in a batch, one row that is all padding."""
+    params, n_head = random_params(make_hparams()), 4
+    nothing = np.zeros((2, 0), dtype=np.int64)
+    with pytest.raises(ValueError, match="T = 0"):
+        module.generate(*([[]] if module is gpt2_v1 else [nothing, nothing]), params, n_head, 3)
+    if module is not gpt2_v1:
+        input_ids, attention_mask = pad_batch(PROMPTS)
+        attention_mask[1] = 0
+        with pytest.raises(ValueError, match="no real token"):
+            module.generate(input_ids, attention_mask, params, n_head, 3)
+
+
 @pytest.mark.parametrize("module", BATCHED)
 def test_pad_batch(module):
     input_ids, attention_mask = module.pad_batch([[5, 6, 7], [8], [0, 9]])

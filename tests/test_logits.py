@@ -86,8 +86,6 @@ def test_float32_whatever_the_mask(dtype, params):
 @pytest.mark.parametrize("keep", [2, 12])
 def test_logits_to_keep(keep, params):
     """The last ones, or all, if there are fewer: the prompts have up to 10 tokens."""
-    blocks = params["blocks"]
-    params = {**params, "blocks": blocks + blocks[-1:]}  # the last layer, not the last weights
     batch, options = pad_batch(PROMPTS), {"n_head": 4, "logits_to_keep": keep}
     whole = gpt2_v2_padding.gpt2(*batch, **params, n_head=4)
     assert_close(gpt2_v2_padding.gpt2(*batch, **params, **options), whole[:, -keep:])
@@ -108,21 +106,6 @@ def test_logits_to_keep_with_one_mask_for_all_queries(module, params):
     assert_close(module.gpt2(*arguments, **params, n_head=4, logits_to_keep=2), whole[:, -2:])
 
 
-@pytest.mark.parametrize("module", [gpt2_v1, gpt2_v2_padding, *CACHED])
-def test_queries_of_the_last_block(module, params, monkeypatch):
-    """In the last of the two blocks, only for the logits that are wanted."""
-    queries, attention = [], module.attention
-
-    def noted(q, k, v, mask):
-        queries.append(q.shape[-2])
-        return attention(q, k, v, mask)
-
-    monkeypatch.setattr(module, "attention", noted)
-    batch = PROMPTS[:1] if module is gpt2_v1 else pad_batch(PROMPTS[:1])
-    module.generate(*batch, params, 4, 1)
-    assert queries == [len(PROMPTS[0]), 1]
-
-
 class Weight(np.ndarray):
     """A weight that notes the shape of whatever it is matrix-multiplied with."""
 
@@ -136,27 +119,26 @@ class Weight(np.ndarray):
 
 @pytest.mark.parametrize("module", [gpt2_v2_padding, *CACHED])
 def test_one_matrix_product_for_a_batch(module):
-    """Each weight is read once, for all B * T rows; from the queries of the last block on, only for
-    the B whose logits are needed."""
+    """Each weight is read once, for all B * T rows; the unembedding, for the B that are needed."""
     tensors = random_tensors(HPARAMS)
     Weight.shapes.clear()
     params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
     module.generate(*pad_batch(PROMPTS), params, 4, 1)
     assert Weight.shapes == [
         (30, 32), (30, 32), (30, 32), (30, 128),  # c_attn, c_proj, c_fc, c_proj
-        (30, 32), (3, 32), (3, 32), (3, 128),
+        (30, 32), (30, 32), (30, 32), (30, 128),
         (3, 32)]                                  # unembedding
 
 
 def test_matrix_products_of_version_1():
-    """From the queries of the last block on, only for the position whose logits are needed."""
+    """The unembedding is for the position whose logits are needed."""
     tensors = random_tensors(HPARAMS)
     Weight.shapes.clear()
     params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
     gpt2_v1.generate(list(range(10)), params, 4, 1)
     assert Weight.shapes == [
         (10, 32), (10, 32), (10, 32), (10, 128),  # c_attn, c_proj, c_fc, c_proj
-        (10, 32), (1, 32), (1, 32), (1, 128),
+        (10, 32), (10, 32), (10, 32), (10, 128),
         (1, 32)]                                  # unembedding
 
 

@@ -35,13 +35,13 @@ def test_standalone(script):
 
 
 @pytest.mark.parametrize("before, after, limit", [
-    ("gpt2_v1.py", "gpt2_v2_padding.py", 90), ("gpt2_v2_padding.py", "gpt2_v3_kvcache.py", 70),
+    ("gpt2_v1.py", "gpt2_v2_padding.py", 87), ("gpt2_v2_padding.py", "gpt2_v3_kvcache.py", 69),
     ("gpt2_v3_kvcache.py", "gpt2_v4_prealloc.py", 100)])
 def test_size_of_a_diff(before, after, limit):
     """Lines added and removed. Of the last 100, most are the KVCache."""
     texts = [(ROOT / script).read_text(encoding="utf-8").splitlines() for script in (before, after)]
     changed = [line for line in difflib.ndiff(*texts) if line[0] in "+-"]
-    assert len(changed) < limit
+    assert len(changed) <= limit
 
 
 def test_ci_runs_the_command_of_the_readme():
