@@ -2,10 +2,12 @@
 
 Text becomes UTF-8 bytes, so any text can be encoded. A pattern splits it into words; within each
 word, neighbouring tokens are merged pair by pair, in the order in which the pairs were learned.
+The second half of this file reads all that from a model's folder.
 Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (BPE on bytes).
 """
 import heapq
 import json
+import typing
 from pathlib import Path
 
 import regex
@@ -14,6 +16,10 @@ END_OF_TEXT = "<|endoftext|>"
 # contractions; runs of letters, of digits and of other signs, each with one leading space; white
 # space, where the last character of a run is left to the word after it
 WORD = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+# white space and a word character beside an added token; (?r) searches backwards
+SPACE_BEFORE, SPACE_AFTER = regex.compile(r"(?r)\s*"), regex.compile(r"\s*")
+WORD_AFTER = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+WORD_BEFORE = regex.compile("(?r)" + WORD_AFTER.pattern)
 
 
 def byte_symbols():
@@ -27,63 +33,132 @@ def byte_symbols():
         byte: chr(0x100 + n) for n, byte in enumerate(rest)}
 
 
-class Encoder:
-    """A vocabulary: the 256 bytes, one token for each merge, and <|endoftext|>, in this order.
+BYTE_SYMBOLS = byte_symbols()
+SYMBOL_BYTES = {symbol: byte for byte, symbol in BYTE_SYMBOLS.items()}
 
-    merges: pairs of symbol strings, in the order in which they were learned. ValueError if a
-    merge joins an unknown token, or makes one that exists already.
+
+class AddedToken(typing.NamedTuple):
+    """A token that stands for one literal text, whatever the merges would make of it."""
+
+    text: str
+    id: int
+    lstrip: bool = False                          # takes the white space before it as well
+    rstrip: bool = False                          # and the white space after it
+    single_word: bool = False                     # only where no word character is beside it
+    normalized: bool = False                      # looked for after those that are not
+
+
+def cut(text, tokens):
+    """Cut added tokens, {text: AddedToken}, out of a text: a list of AddedTokens and strings.
+
+    The leftmost comes first, and of those that begin there, the longest.
+    """
+    parts, end = [], 0
+    longest_first = "|".join(map(regex.escape, sorted(tokens, key=len, reverse=True)))
+    for match in regex.finditer(longest_first, text) if tokens else []:
+        token, (start, stop) = tokens[match[0]], match.span()
+        if token.single_word and (WORD_BEFORE.match(text, 0, start) or WORD_AFTER.match(text, stop)):
+            continue
+        if token.lstrip:
+            start = SPACE_BEFORE.match(text, end, max(start, end)).start()
+        if token.rstrip:
+            stop = SPACE_AFTER.match(text, stop).end()
+        if start > end:
+            parts.append(text[end:start])
+        parts.append(token)
+        end = stop
+    return [*parts, text[end:]] if end < len(text) else parts
+
+
+class Encoder:
+    """A tokenizer: a vocabulary, merges, and added tokens, which are cut out of a text first.
+
+    vocab: {symbols: id}, the ids in any order; merges: pairs of symbols, in the order in which
+    they were learned; added_tokens: AddedTokens, each text once. add_prefix_space: what is encoded
+    begins with a space, if need be with one put there. ValueError if a merge needs a token that
+    the vocabulary lacks, or an id stands for two tokens, or a token has two ids.
     """
 
-    def __init__(self, merges):
-        symbols = byte_symbols()
-        self.byte_ids = {byte: n for n, byte in enumerate(symbols)}
-        self.ids = {symbol: n for n, symbol in enumerate(symbols.values())}  # symbol -> id
-        self.tokens = [bytes([byte]) for byte in symbols]                    # id -> its bytes
-        self.merged = {}                                                     # pair of ids -> id
-        for left, right in merges:
-            if left not in self.ids or right not in self.ids or left + right in self.ids:
-                raise ValueError(f"the merge {left!r} {right!r} joins an unknown token, or makes "
-                                 f"one that exists already")
-            pair = self.ids[left], self.ids[right]
-            self.merged[pair] = self.ids[left + right] = len(self.tokens)
-            self.tokens.append(self.tokens[pair[0]] + self.tokens[pair[1]])
-        self.end_of_text = self.ids[END_OF_TEXT] = len(self.tokens)
-        self.tokens.append(END_OF_TEXT.encode())
+    def __init__(self, vocab, merges, added_tokens=(), add_prefix_space=False):
+        self.add_prefix_space = add_prefix_space
+        self.byte_ids = {byte: vocab[symbol] for byte, symbol in BYTE_SYMBOLS.items()
+                         if symbol in vocab}
+        self.merges = {}                          # pair of ids -> (rank, id of both together)
+        for rank, (left, right) in enumerate(merges):
+            for token in left, right, left + right:
+                if token not in vocab:
+                    raise ValueError(f"the merge {left!r} {right!r} needs a token {token!r}, which "
+                                     f"the vocabulary lacks")
+            self.merges[vocab[left], vocab[right]] = rank, vocab[left + right]
+        made = {*self.byte_ids.values(), *(token_id for _, token_id in self.merges.values())}
+        # ids of tokens whose characters are text, not symbols of bytes
+        self.literal = {token.id for token in added_tokens} - made
+
+        self.ids = vocab | {token.text: token.id for token in added_tokens}
+        "".join(self.ids).encode()                # ValueError for a lone surrogate, which is no text
+        self.tokens = {}                          # id -> token
+        for token, token_id in self.ids.items():
+            if token_id in self.tokens:
+                raise ValueError(f"the id {token_id} stands for two tokens, "
+                                 f"{self.tokens[token_id]!r} and {token!r}")
+            if vocab.get(token, token_id) != token_id:
+                raise ValueError(f"{token!r} has two ids, {vocab[token]} and {token_id}")
+            self.tokens[token_id] = token
+        # Hugging Face's tokenizers look for those that are not "normalized" first, and so do we
+        self.rounds = [{token.text: token for token in added_tokens if token.normalized == later}
+                       for later in (False, True)]
+        # where texts begin and end, unless the model's folder says something else
+        self.end_of_text = self.bos_token_id = self.ids.get(END_OF_TEXT)
+        self.eos_token_ids = [] if self.end_of_text is None else [self.end_of_text]
 
     def encode(self, text):
-        """Return the token ids of a text; <|endoftext|> in it is that one token.
+        """Return the token ids of a text. ValueError for a byte that the vocabulary lacks.
 
         Surrogate escapes, by which Python passes on bytes that are not UTF-8, become those bytes.
         """
+        parts = [text]
+        for tokens in self.rounds:
+            parts = [piece for part in parts
+                     for piece in (cut(part, tokens) if isinstance(part, str) else [part])]
         ids = []
-        for n, part in enumerate(text.split(END_OF_TEXT)):
-            if n:
-                ids.append(self.end_of_text)
+        for part in parts:
+            if isinstance(part, AddedToken):
+                ids.append(part.id)
+                continue
+            if self.add_prefix_space and not part.startswith(" "):
+                part = " " + part
             for word in WORD.findall(part):
-                raw = word.encode(errors="surrogateescape")
-                ids += self.merge([self.byte_ids[byte] for byte in raw])
+                ids += self.merge(self.bytes_to_ids(word))
         return ids
+
+    def bytes_to_ids(self, word):
+        raw = word.encode(errors="surrogateescape")
+        for byte in raw:
+            if byte not in self.byte_ids:
+                raise ValueError(f"the tokenizer was trained without the byte 0x{byte:02X}, so it "
+                                 f"can't encode {word!r}")
+        return [self.byte_ids[byte] for byte in raw]
 
     def merge(self, ids):
         """Merge neighbouring ids, the earliest-learned pair first and from left to right.
 
-        A merge's id is its rank as well. A heap holds what could be merged, as (id, left place,
-        right place), so that a word of n bytes takes n log n steps and not n * n.
+        A heap holds what could be merged, as (rank, left place, right place, new id), so that a
+        word of n bytes takes n log n steps and not n * n.
         """
         ids = [*ids, None]                        # None merges with nothing: a stop at both ends
         before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
         heap = []
 
         def consider(left, right):
-            new_id = self.merged.get((ids[left], ids[right]))
-            if new_id is not None:
-                heapq.heappush(heap, (new_id, left, right))
+            if (ids[left], ids[right]) in self.merges:
+                rank, new_id = self.merges[ids[left], ids[right]]
+                heapq.heappush(heap, (rank, left, right, new_id))
 
         for place in range(len(ids) - 1):
             consider(place, place + 1)
         while heap:
-            new_id, left, right = heapq.heappop(heap)
-            if self.merged.get((ids[left], ids[right])) != new_id:
+            rank, left, right, new_id = heapq.heappop(heap)
+            if self.merges.get((ids[left], ids[right])) != (rank, new_id):
                 continue                          # one of the two has been merged meanwhile
             ids[left], ids[right] = new_id, None
             after[left] = after[right]
@@ -95,15 +170,33 @@ class Encoder:
     def decode(self, ids):
         """Return the text of token ids; invalid UTF-8 in it becomes U+FFFD.
 
-        ValueError if the vocabulary doesn't have one of the ids.
+        An id without a token is no text: models may have more rows than there are tokens.
+        ValueError for a negative id.
         """
-        tokens = []
+        raw = bytearray()
         for token_id in ids:
-            if not 0 <= token_id < len(self.tokens):
-                raise ValueError(f"unknown token id {token_id}: the vocabulary ends at "
-                                 f"{len(self.tokens) - 1}")
-            tokens.append(self.tokens[token_id])
-        return b"".join(tokens).decode(errors="replace")
+            if token_id < 0:
+                raise ValueError(f"there is no token id {token_id}")
+            token = self.tokens.get(int(token_id), "")
+            if token_id in self.literal or not SYMBOL_BYTES.keys() >= set(token):
+                raw += token.encode()
+            else:
+                raw += bytes(SYMBOL_BYTES[symbol] for symbol in token)
+        return raw.decode(errors="replace")
+
+
+# The rest of this file reads an Encoder from a model's folder.
+
+# settings of tokenizer.json -> the values with which it gives GPT-2's ids: all others are refused
+FITTING = {"normalizer": [None], "pre_tokenizer.type": ["ByteLevel"],
+           "pre_tokenizer.use_regex": [None, True], "model.type": [None, "BPE"],
+           "model.dropout": [None, 0], "model.ignore_merges": [None, False],
+           "model.continuing_subword_prefix": [None, ""],
+           "model.end_of_word_suffix": [None, ""], "decoder.type": [None, "ByteLevel"]}
+# and of these two, if there are bytes without a token, for then they are in use
+FITTING_WITHOUT_ALL_BYTES = {"model.unk_token": [None], "model.byte_fallback": [None, False]}
+# classes of Transformers that take all settings from tokenizer.json; others have their own
+GENERIC_CLASSES = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
 def read_text(path):
@@ -127,27 +220,158 @@ def read_json(path):
 
 
 def load_encoder(folder):
-    """Read an Encoder from vocab.json and merges.txt.
+    """Read an Encoder from tokenizer.json or, without one, from vocab.json and merges.txt.
 
-    merges.txt has one merge a line, two symbols and a space between them, after a line that
-    says #version; vocab.json is {symbol: id}. The ids follow from the merges, so vocab.json adds
-    nothing, but has to agree. ValueError, with the path, for whatever is wrong.
+    tokenizer_config.json and added_tokens.json, if they are there, have added tokens. ValueError,
+    with the path, for whatever is wrong, or would make other ids than this tokenizer does.
     """
-    merges_path, vocab_path = Path(folder) / "merges.txt", Path(folder) / "vocab.json"
+    folder = Path(folder)
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    if config.get("split_special_tokens"):
+        raise ValueError(f"{config_path}: split_special_tokens is set; these scripts can't do that")
+    config_added = read_added_tokens(config_path, config.get("added_tokens_decoder", {}))
+    is_generic = config.get("tokenizer_class") in GENERIC_CLASSES
+    named = named_tokens(config, is_generic)
+    if (folder / "tokenizer.json").is_file():
+        path = added_path = folder / "tokenizer.json"
+        vocab, merges, added, add_prefix_space = read_tokenizer_json(path)
+        if not is_generic and add_prefix_space != bool(config.get("add_prefix_space")):
+            raise ValueError(f"{path}: add_prefix_space is {add_prefix_space}, but not in "
+                             f"tokenizer_config.json, which Transformers goes by: make them agree")
+        if "added_tokens_decoder" in config and set(added) != set(config_added):
+            raise ValueError(f"{path}: its added_tokens differ from those of tokenizer_config.json: "
+                             f"make them agree")
+    else:
+        path = f"{folder / 'vocab.json'} and merges.txt"
+        vocab, merges = read_vocab(folder / "vocab.json"), read_merges(folder / "merges.txt")
+        added_path = config_path if config_added else folder / "added_tokens.json"
+        added = config_added or read_old_added_tokens(added_path, named)
+        add_prefix_space = bool(config.get("add_prefix_space"))
+    added = add_named_tokens(added_path, vocab, added, named)
+    try:
+        return Encoder(vocab, merges, added, add_prefix_space)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def named_tokens(config, is_generic=False):
+    """Return the tokens that tokenizer_config.json names, {text: its entry}, in Transformers' order.
+
+    Unless it says something else, three of their roles are <|endoftext|>'s.
+    """
+    roles = {} if is_generic else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    roles |= {name: value for name, value in config.items() if name.endswith("_token")}
+    values = [*roles.values()]
+    for name in "extra_special_tokens", "additional_special_tokens":
+        more = config.get(name)
+        values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    entries = [value if isinstance(value, dict) else {"content": value} for value in values]
+    return {entry["content"]: entry for entry in entries if isinstance(entry.get("content"), str)}
+
+
+def add_named_tokens(path, vocab, added, named):
+    """Return the added tokens and those that are named only, as Transformers numbers them.
+
+    ValueError if its numbers differ from those in the files: it gives a token that is not in the
+    vocabulary the next id, whatever the files say.
+    """
+    next_id = len(vocab)
+    for token in added:
+        if token.text not in vocab and token.id != next_id:
+            raise ValueError(f"{path}: the added token {token.text!r} has the id {token.id}, but "
+                             f"Transformers gives it {next_id}, the next one")
+        next_id = max(next_id, token.id + 1)
+    texts = {token.text for token in added}
+    for text, entry in named.items():
+        if text and text not in texts and (text in vocab or text != END_OF_TEXT):
+            token = added_token(path, vocab.get(text, next_id), entry | {"normalized": False})
+            next_id = max(next_id, token.id + 1)
+            added = [*added, token]
+    return added
+
+
+def read_tokenizer_json(path):
+    """Return (vocab, merges, added tokens, add_prefix_space). ValueError if it is not like GPT-2's.
+
+    The format of Hugging Face's tokenizers, github.com/huggingface/tokenizers.
+    """
+    file = read_json(path)
+    model = file.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
+        raise ValueError(f"{path}: its model has no merges, so it is not GPT-2's BPE")
+    vocab = check_vocab(path, model.get("vocab"))
+    has_all_bytes = vocab.keys() >= SYMBOL_BYTES.keys()
+    for name, values in (FITTING | ({} if has_all_bytes else FITTING_WITHOUT_ALL_BYTES)).items():
+        section, _, key = name.partition(".")
+        value = file.get(section)
+        if key and isinstance(value, dict):
+            value = value.get(key)
+        if value not in values:
+            raise ValueError(f"{path}: {name} is {value!r:.200}; these scripts can use a "
+                             f"tokenizer only if it is {values[-1]!r}")
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    for merge in merges:
+        if not isinstance(merge, list) or [type(part) for part in merge] != [str, str]:
+            raise ValueError(f"{path}: {str(merge):.200} is not a merge of two tokens")
+    added = file.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
+        raise ValueError(f"{path}: its added_tokens are not a list of objects")
+    added = [added_token(path, entry.get("id"), entry) for entry in added]
+    return vocab, merges, added, bool(file["pre_tokenizer"].get("add_prefix_space", True))
+
+
+def read_vocab(path):
+    """Return {symbols: id}, which is what vocab.json holds."""
+    return check_vocab(path, read_json(path))
+
+
+def check_vocab(path, vocab):
+    if not isinstance(vocab, dict):
+        raise ValueError(f"{path}: its vocabulary is not an object, {{token: id}}")
+    for token, token_id in vocab.items():
+        if not is_id(token_id):
+            raise ValueError(f"{path}: the token {token!r} has {token_id!r:.200} for an id")
+    return vocab
+
+
+def read_merges(path):
+    """Return the pairs in merges.txt: one a line, a space between the two; first line #version."""
     merges = []
-    for number, line in enumerate(read_text(merges_path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line and not (number == 1 and line.startswith("#version")):
             merges.append(line.split(" "))
             if len(merges[-1]) != 2:
-                raise ValueError(f"{merges_path}, line {number}: {line!r} is not a merge")
-    try:
-        encoder = Encoder(merges)
-    except ValueError as error:
-        raise ValueError(f"{merges_path}: {error}") from None
-    vocab = read_json(vocab_path)
-    for symbol in {**encoder.ids, **vocab}:
-        if symbol not in encoder.ids or vocab.get(symbol) != encoder.ids[symbol]:
-            raise ValueError(
-                f"{vocab_path} does not match {merges_path}: {symbol!r} has the id "
-                f"{vocab.get(symbol)!r}, and by the merges {encoder.ids.get(symbol)}")
-    return encoder
+                raise ValueError(f"{path}, line {number}: {line!r} is not a merge")
+    return merges
+
+
+def read_added_tokens(path, entries):
+    """Return the AddedTokens of an added_tokens_decoder, {id as text: entry}, by id."""
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: its added_tokens_decoder is not an object")
+    added = [added_token(path, int(token_id) if token_id.isdecimal() else -1, entry)
+             for token_id, entry in entries.items()]
+    return sorted(added, key=lambda token: token.id)
+
+
+def read_old_added_tokens(path, named):
+    """Return the AddedTokens of added_tokens.json, {text: id}, by id."""
+    ids = read_json(path) if path.is_file() else {}
+    added = [added_token(path, token_id, {"content": text, "normalized": text not in named})
+             for text, token_id in ids.items()]
+    return sorted(added, key=lambda token: token.id)
+
+
+def added_token(path, token_id, entry):
+    """Return the AddedToken that JSON describes. ValueError, with the path, if it doesn't."""
+    flags = "lstrip", "rstrip", "single_word", "normalized"
+    values = [entry.get(flag, False) for flag in flags] if isinstance(entry, dict) else [None]
+    if not (is_id(token_id) and all(type(value) is bool for value in values)
+            and isinstance(entry.get("content"), str) and entry["content"]):
+        raise ValueError(f"{path}: {str(entry):.200} is not an added token with an id")
+    return AddedToken(entry["content"], token_id, **dict(zip(flags, values)))
+
+
+def is_id(value):
+    return type(value) is int and value >= 0

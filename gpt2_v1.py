@@ -9,12 +9,12 @@ the model. For T = 10 and n = 20 that is 390, although only 29 of them are disti
 
 Shapes: T positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
+
 import math
 
 import numpy as np
 import tqdm
-
-import utils
 
 
 def gelu(x):

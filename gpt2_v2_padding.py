@@ -8,12 +8,12 @@ What it costs: padding is computed like any token, and each step still recompute
 
 Shapes: B batch, T positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
+
 import math
 
 import numpy as np
 import tqdm
-
-import utils
 
 
 def gelu(x):

@@ -9,12 +9,12 @@ What it costs: memory, 2 * n_layer * B * S * E floats, which np.concatenate copi
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
+
 import math
 
 import numpy as np
 import tqdm
-
-import utils
 
 
 def gelu(x):

@@ -16,12 +16,17 @@ import utils  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def loopback_only(monkeypatch):
-    """Nothing but this machine is asked for models: by default port 9, where nobody answers."""
+def loopback_only(monkeypatch, tmp_path_factory):
+    """Nothing but this machine is asked for models: by default port 9, where nobody answers.
+
+    Nor is anything taken from this machine's cache of the Hub.
+    """
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for name in "NO_PROXY", "no_proxy":
         monkeypatch.setenv(name, "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "no cache"))
 
 
 @pytest.fixture(scope="session")

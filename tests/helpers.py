@@ -76,14 +76,18 @@ def write_safetensors(path, tensors, number_type="F32", prefix="", pad=0):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def openai_vocab(merges):
+    """Ids in the order of OpenAI's files: 256 bytes, one token for each merge, <|endoftext|>."""
+    tokens = [*sorted(byte_symbols().values()), *map("".join, merges), "<|endoftext|>"]
+    return {token: n for n, token in enumerate(tokens)}
+
+
 def write_model(folder, hparams, tensors):
     """A folder in Hugging Face layout, whose tokens are the 256 bytes and <|endoftext|>."""
     folder.mkdir(parents=True)
     write_safetensors(folder / "model.safetensors", tensors)
-    symbols = [*byte_symbols().values(), "<|endoftext|>"]
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    (folder / "vocab.json").write_text(
-        json.dumps({symbol: n for n, symbol in enumerate(symbols)}), encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(openai_vocab([])), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({
         "model_type": "gpt2", "vocab_size": hparams["n_vocab"], "n_positions": hparams["n_ctx"],
         "n_embd": hparams["n_embd"], "n_head": hparams["n_head"], "n_layer": hparams["n_layer"]}))

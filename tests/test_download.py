@@ -13,13 +13,17 @@ import pytest
 import tqdm
 from urllib3.util import Retry
 
-import utils
+import hub as hub_module
 from conftest import ROOT
 from helpers import make_hparams, random_tensors, write_model
-from hub import Hub
-from utils import MODEL_FILES, DownloadError, find_model, load_encoder_hparams_and_params
+from loopback_hub import Hub
+from utils import DownloadError, find_model, load_encoder_hparams_and_params
 
 WEIGHTS = "model.safetensors"
+MODEL_FILES = "config.json", "vocab.json", "merges.txt", WEIGHTS
+# asked for as well, and answered with a 404
+OPTIONAL = ("generation_config.json", "tokenizer_config.json", "tokenizer.json",
+            "added_tokens.json", "model.safetensors.index.json")
 SCRIPT = str(ROOT / "gpt2_v3_kvcache.py")
 
 
@@ -35,7 +39,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def hub(model, monkeypatch):
     hub = Hub()
-    for repo in *utils.REPOS.values(), "some.one/a_model-2":
+    for repo in *hub_module.REPOS.values(), "some.one/a_model-2":
         hub.files |= {f"{repo}/{name}": content for name, content in model.items()}
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     yield hub
@@ -72,7 +76,10 @@ def one_line(models_dir, model="124M", **environment):
 @pytest.mark.parametrize("name, repo", {  # OpenAI's names, and any other on the Hub
     "124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
     "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl",
-    "some.one/a_model-2": "some.one/a_model-2"}.items())
+    "117M": "openai-community/gpt2", "345M": "openai-community/gpt2-medium",
+    "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2", "some.one/a_model-2": "some.one/a_model-2"}.items())
 def test_by_name(hub, model, tmp_path, name, repo):
     """A whole model in its folder, from its repository; then never a request again."""
     hub.files = {path: content for path, content in hub.files.items()
@@ -82,7 +89,8 @@ def test_by_name(hub, model, tmp_path, name, repo):
     n_requests = len(hub.requests)
     second = load_encoder_hparams_and_params(name, tmp_path)[2]
     np.testing.assert_equal(first, second)
-    assert len(hub.requests) == n_requests == 2 * len(MODEL_FILES)  # each with a redirect
+    # a redirect for each file, and a 404 for what the repository does not have
+    assert len(hub.requests) == n_requests == 2 * len(MODEL_FILES) + len(OPTIONAL)
 
 
 def test_a_folder_that_is_there_is_not_looked_up(hub, tmp_path, monkeypatch):
@@ -110,7 +118,7 @@ def test_from_the_models_folder_itself(hub, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "a/b/c", "../x", "x/..", "-a/b", "a b/c", "a/b\n", "ä/b"])
+    "name", ["gpt3", "a/b/c", "../x", "x/..", "-a/b", "a b/c", "a/b\n", "ä/b"])
 def test_what_is_no_name_on_the_hub(hub, tmp_path, name):
     with pytest.raises(FileNotFoundError, match="124M, 355M, 774M, 1558M, .* owner/name"):
         find_model(name, tmp_path)
@@ -131,7 +139,7 @@ def test_the_token_goes_to_the_endpoint_alone(hub, tmp_path, monkeypatch):
                   if server == "storage" and name == WEIGHTS]
     by_front = [headers["Authorization"] for server, name, headers in hub.requests
                 if server == "front"]
-    assert by_storage == [None] and by_front == ["Bearer hf_secret"] * len(MODEL_FILES)
+    assert by_storage == [None] and by_front == ["Bearer hf_secret"] * len(MODEL_FILES + OPTIONAL)
 
 
 def test_the_token_has_precedence_over_netrc(hub, tmp_path, monkeypatch):
@@ -179,7 +187,7 @@ def test_a_break_is_mended_at_once(hub, model, tmp_path):
 
 @pytest.mark.parametrize("fault", ["cut", "stall"])
 def test_the_next_run_goes_on(hub, model, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(utils, "TIMEOUT", (1, 0.1))
+    monkeypatch.setattr(hub_module, "TIMEOUT", (1, 0.1))
     hub.faults = {WEIGHTS: [fault, "always"]}
     with pytest.raises(DownloadError, match=f"{WEIGHTS} of openai-community/gpt2: .* broke off "
                        rf"after \d+ of {len(model[WEIGHTS])} bytes.* run this again"):

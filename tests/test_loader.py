@@ -218,7 +218,7 @@ def test_models_by_name_and_by_folder(folder, monkeypatch):
     assert find_model("models/copy").resolve() == folder
     (folder.parent / "half").mkdir()
     (folder.parent / "half" / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json"):
+    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json .nor a tokenizer.json"):
         load_encoder_hparams_and_params("half", models_dir)
     for name in "tiny", "no such model":
         with pytest.raises(FileNotFoundError, match=f"no model '{name}'; .* has copy; "):
@@ -259,7 +259,8 @@ def test_something_else_in_its_place(folder, name, content, message):
     ({"n_layer": 4.0}, "n_layer is 4.0"),
     ({"n_positions": None}, "n_positions is None"),
     ({"n_head": True}, "n_head is True"),
-    ({"vocab_size": 50257}, "2048 tokens, config.json says 50257"),
+    ({"vocab_size": 50257}, r"wte.weight is \[2048, 256\], not \[50257, 256\]"),
+    ({"vocab_size": 2047}, "has the id 2047, but .* the model has 2047 rows"),
     ({"n_embd": 512}, r"wte.weight is \[2048, 256\]"),
     ({"n_positions": 511}, r"wpe.weight is \[512, 256\], not \[511, 256\]"),
     ({"n_layer": 5}, "no tensor h.4.ln_1.weight"),

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from utils import is_complete, load_encoder_hparams_and_params
+from hub import is_complete
+from utils import load_encoder_hparams_and_params
 
 pytestmark = pytest.mark.skipif(
     not is_complete(ROOT / "models" / "124M"),

@@ -31,7 +31,7 @@ def test_outline(script):
 def test_standalone(script):
     imported = [alias.name for node in ast.walk(parse(script))
                 if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
-    assert imported == ["math", "numpy", "tqdm", "utils"]
+    assert imported == ["utils", "math", "numpy", "tqdm"]
 
 
 @pytest.mark.parametrize("before, after, limit", [

@@ -89,7 +89,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if status:
             return self.answer(status, Content_Length=0, Retry_After=3600)
         place = self.path.replace("/resolve/main/", "/")
-        if name == "model.safetensors" and hub.names_sha256:
+        if name.endswith(".safetensors") and hub.names_sha256:
             sha256 = hashlib.sha256(content).hexdigest()
             self.answer(302, X_Linked_ETag=f'"{sha256}"', X_Linked_Size=len(content),
                         X_Repo_Commit="0" * 40, Content_Length=0,
