@@ -107,8 +107,9 @@ def load_config(path):
     """Return what config.json says, silently or not. ValueError if the scripts can't run it."""
     config = read_json(path)
     for alias, key in ALIASES.items():
-        if config.setdefault(key, config.get(alias, DEFAULTS[key])) != config.get(alias, config[key]):
-            raise ValueError(f"{path}: {alias} is {config[alias]!r}, but {key} {config[key]!r}")
+        if alias in config and config.setdefault(key, config[alias]) != config[alias]:
+            raise ValueError(f"{path}: {alias} is {config[alias]!r:.200}, but {key} is "
+                             f"{config[key]!r:.200}")
     config = DEFAULTS | config
     for key, values in SETTINGS.items():
         if config.get(key, values[0]) not in values:
@@ -409,6 +410,8 @@ def command_line(docstring, max_prompts=None):
     """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
     if sys.stderr is None:                        # closed: nobody wants to hear of the progress
         sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        sys.exit(f"{Path(sys.argv[0]).name}: error: standard output, for the text, is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook it is something else
         # UTF-8 in any locale; a prompt's bytes that are not UTF-8 go out as they came in
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")

@@ -113,7 +113,7 @@ JSON_FAULTS = [  # (folder, file, edit, what the line says)
     (MODERN, "config.json", put("n_inner", value="32"), "n_inner is '32'"),
     (MODERN, "config.json", put("vocab_size", value=279), "has the id 279, .* 279 rows"),
     (MODERN, "config.json", without("n_embd"), r"wte.weight is \[280, 8\], not \[280, 768\]"),
-    (MODERN, "config.json", put("num_attention_heads", value=4), "num_attention_heads is 4, but n_h"),
+    (MODERN, "config.json", put("num_attention_heads", value=4), "num_attention_heads is 4, but n_head is"),
     (MODERN, "config.json", put("eos_token_id", value="<|endoftext|>"), "eos_token_id is '<|end"),
     (MODERN, "generation_config.json", put("eos_token_id", value=[0, -1]), r"eos_token_id is \[0, -1"),
     (MODERN, "generation_config.json", put("bos_token_id", value=1.5), "bos_token_id is 1.5"),

@@ -1,7 +1,10 @@
 """The command line, by running it: text on stdout, all else on stderr, one line for a mistake."""
+import contextlib
+import importlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,12 +13,14 @@ import time
 import pytest
 
 import gpt2_v1
+import utils
 from conftest import ROOT
 from helpers import write_scripted_model
 
 SCRIPTS = ["gpt2_v1.py", "gpt2_v2_padding.py", "gpt2_v3_kvcache.py", "gpt2_v4_prealloc.py"]
 BATCHED = SCRIPTS[1:]
 V3 = "gpt2_v3_kvcache.py"
+FOLDERS = ROOT / "tests" / "data" / "folders"
 PROMPTS = ["Once upon a time", "", "The old woman said to the boy,", " "]
 # a plain environment: no PYTHONUNBUFFERED, no TQDM_DISABLE
 ENVIRONMENT = {name: value for name, value in os.environ.items()
@@ -31,11 +36,33 @@ def run(script, *arguments, env=ENVIRONMENT, **options):
                           **options)
 
 
-def start(script, *arguments):
+def start(script, *arguments, env=ENVIRONMENT):
     """A process that takes Ctrl-C, which a shell's background jobs do not."""
     return subprocess.Popen(
-        command(script, *arguments), env=ENVIRONMENT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        command(script, *arguments), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def run_in_shell(script, rest, **options):
+    """Run a script as a shell does, with redirections in the rest of the line."""
+    line = f"{shlex.join(command(script))} {rest}"
+    return subprocess.run(line, shell=True, capture_output=True, timeout=60, env=ENVIRONMENT,
+                          **options)
+
+
+def run_here(script, *arguments):
+    """Run a script in this process: (exit status, stdout, stderr). Quicker than a new one."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    argv, sys.argv = sys.argv, [script, *arguments]
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            importlib.import_module(script.removesuffix(".py")).main()
+        status = 0
+    except SystemExit as error:
+        status = error.code
+    finally:
+        sys.argv = argv
+    return status, stdout.getvalue(), stderr.getvalue()
 
 
 def text_of(script, *arguments, **options):
@@ -94,25 +121,30 @@ def test_40_tokens_by_default(tiny):
 
 
 def test_a_prompt_that_begins_with_a_dash():
-    assert text_of(V3, "-n", "1", "--", "-n").startswith("-n")
-    assert text_of(V3, "--", "-n", "--model").startswith("-n")
-    assert text_of(V3, "--", "--").startswith("--")
+    for arguments, begins in [(["-n", "1", "--", "-n"], "-n"), (["--", "-n", "--model"], "-n"),
+                              (["--", "--"], "--")]:
+        assert run_here(V3, *arguments)[1].startswith(begins)
 
 
 def test_options_and_prompts_in_any_order(expected):
-    text = text_of(V3, PROMPTS[0], "-n", "12", PROMPTS[2])
+    text = run_here(V3, PROMPTS[0], "-n", "12", PROMPTS[2])[1]
     assert text == f"{expected[PROMPTS[0]]}\n\n{expected[PROMPTS[2]]}\n"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_cut_at_the_end_of_the_text(script, tmp_path):
-    """The model says c, d, <|endoftext|> and e; bytes 0x21 to 0x7E have the ids 0 to 93."""
+    """The model says c, d, <|endoftext|> and e; bytes 0x21 to 0x7E have the ids 0 to 93.
+
+    Then generation_config.json says that d or e ends a text.
+    """
     c, d, e, end = 66, 67, 68, 256
     write_scripted_model(tmp_path / "scripted", [0, c, d, end, e, e])
     arguments = ["ab", "-n", "5", "--models_dir", str(tmp_path), "--model", "scripted"]
-    assert text_of(script, *arguments) == "abcd\n"
+    assert run_here(script, *arguments)[1] == "abcd\n"
     if script in BATCHED:
-        assert text_of(script, "ab", *arguments) == "abcd\n\nabcd\n"
+        assert run_here(script, "ab", *arguments)[1] == "abcd\n\nabcd\n"
+    (tmp_path / "scripted" / "generation_config.json").write_text(f'{{"eos_token_id": [{e}, {d}]}}')
+    assert run_here(script, *arguments)[1] == "abc\n"
 
 
 def test_a_model_by_its_folder(tmp_path):
@@ -136,9 +168,9 @@ def test_utf8_whatever_the_locale(tmp_path):
 
 
 def test_help():
-    result = run(V3, "-h")
-    assert result.returncode == 0 and not result.stderr
-    text = " ".join(result.stdout.decode().split())
+    status, stdout, stderr = run_here(V3, "-h")
+    assert status == 0 and not stderr
+    text = " ".join(stdout.split())
     for word in "prompt", "-n", "--n_tokens_to_generate", "default: 40", "--model", "--models_dir":
         assert word in text
 
@@ -165,29 +197,42 @@ def test_help():
     (V3, ["x", "--mod", "tiny"], "unknown option '--mod'"),
     (V3, ["--x\ny"], "unknown option '--x"),
     (V3, ["-prompt"], "put -- before a prompt that begins with -"),
+    (V3, ["-hello"], "unknown option '-hello'; put -- before a prompt that begins with -"),
+    (V3, ["-name"], "unknown option '-name'"),
+    (V3, ["-h\n"], "unknown option '-h"),
+    (V3, ["-", "x", "-"], "read only once"),
+    (V3, ["", "--model", str(FOLDERS / "no_end_of_text")], "no token with which a text begins"),
+    (V3, ["zoo", "--model", str(FOLDERS / "part_of_the_alphabet")], "without the byte 0x7A"),
+    (V3, ["x", "--model", str(FOLDERS / "old_layout" / "model.safetensors")],
+     f"is not a folder: give the one that it is in, {FOLDERS / 'old_layout'}"),
 ], ids=lambda value: str(value)[:40])
 def test_a_mistake_is_one_line(script, arguments, says):
-    result = run(script, *arguments)
-    [line] = result.stderr.decode().splitlines()
-    assert result.returncode == 2
-    assert result.stdout == b""
+    status, stdout, stderr = run_here(script, *arguments)
+    [line] = stderr.splitlines()
+    assert status == 2
+    assert stdout == ""
     assert line.startswith(f"{script}: error: ")
     assert says in line
+
+
+def test_a_mistake_at_the_shell():
+    result = run(V3, "x", "-n", "ten")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"gpt2_v3_kvcache.py: error: ") and b"'ten'" in result.stderr
 
 
 def test_a_broken_model_is_one_line(tmp_path):
     write_scripted_model(tmp_path / "m", [66])
     (tmp_path / "m" / "config.json").write_text("{}")
-    result = run(V3, "x", "--model", str(tmp_path / "m"))
-    [line] = result.stderr.decode().splitlines()
-    assert result.returncode == 2 and "wte.weight is [257, 257], not [50257, 768]" in line
+    status, _, line = run_here(V3, "x", "--model", str(tmp_path / "m"))
+    assert status == 2 and "wte.weight is [257, 257], not [50257, 768]" in line
 
 
 def test_the_last_position_of_the_context(tmp_path):
-    assert text_of(V3, "x", "-n", "512").startswith("x")
+    assert run_here(V3, "x", "-n", "512")[1].startswith("x")
     write_scripted_model(tmp_path / "m", [66, 67, 68])
-    assert text_of(V3, "abc", "-n", "1", "--model", "m", cwd=tmp_path) == "abce\n"
-    assert b"take -n 1\n" in run(V3, "abc", "-n", "2", "--model", "m", cwd=tmp_path).stderr
+    assert run_here(V3, "abc", "-n", "1", "--model", str(tmp_path / "m"))[1] == "abce\n"
+    assert "take -n 1\n" in run_here(V3, "abc", "-n", "2", "--model", str(tmp_path / "m"))[2]
 
 
 def test_a_programming_error_keeps_its_traceback(tmp_path):
@@ -210,6 +255,60 @@ def test_ctrl_c(script):
     assert process.returncode == 130
     assert stdout == b"" and b"generating" in seen
     assert b"Traceback" not in stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_while_numpy_is_imported(script, tmp_path):
+    """A numpy that takes long to import, before the real one on the path."""
+    (tmp_path / "numpy.py").write_text(
+        "import sys, time; print('importing', file=sys.stderr, flush=True); time.sleep(30)")
+    with start(script, "Once", env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}) as process:
+        assert process.stderr.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("rest, says", [
+    ("Once -n 2 > /dev/full", "can't write the text: No space left on device"),
+    ("-h > /dev/full", "can't write the text: No space left on device"),
+    ("Once -n 2 >&-", "standard output, for the text, is closed"),
+    ("- <&-", "can't read standard input: it is closed"),
+])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a full disk")
+def test_streams_that_cannot_be_used(rest, says):
+    """One line, and an exit status that is not 0."""
+    result = run_in_shell(V3, rest)
+    assert result.returncode not in (0, 120) and result.stdout == b""
+    assert says in result.stderr.decode().splitlines()[-1]
+    assert b"Traceback" not in result.stderr and b"Exception" not in result.stderr
+
+
+def test_a_closed_stderr(expected):
+    """The text comes nevertheless."""
+    result = run_in_shell(V3, "'Once upon a time' -n 12 2>&-")
+    assert result.returncode == 0 and result.stdout.decode() == expected[PROMPTS[0]] + "\n"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_prompt_from_standard_input(script, expected):
+    result = run(script, "-", "-n", "12", input=PROMPTS[2].encode() + b"\n")
+    assert result.stdout.decode() == expected[PROMPTS[2]] + "\n"
+
+
+@pytest.mark.parametrize("read, prompt", [
+    (b"a", "a"), (b"a\n", "a"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"\na\nb\n", "\na\nb"),
+    (b"a\r", "a\r"), (b"", ""), (b"\n", ""), (b"\xe9\n", "\udce9")])
+def test_one_prompt_without_its_last_newline(read, prompt, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(read)))
+    assert utils.read_stdin(None) == prompt
+
+
+def test_standard_input_beside_other_prompts(expected, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPTS[2].encode())))
+    _, stdout, _ = run_here(V3, PROMPTS[0], "-", "-n", "12")
+    assert stdout == f"{expected[PROMPTS[0]]}\n\n{expected[PROMPTS[2]]}\n"
+    assert run_here(V3, "-n", "1", "--", "-")[1].startswith("-")     # after --, it is a prompt
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -102,7 +102,7 @@ def test_a_config_that_is_silent(tmp_path):
         "vocab_size": 50257, "n_positions": 1024, "n_embd": 64, "n_head": 4, "n_layer": 12,
         "n_inner": None, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "n_embd": 32}')
-    with pytest.raises(ValueError, match="hidden_size is 64, but n_embd 32"):
+    with pytest.raises(ValueError, match="hidden_size is 64, but n_embd is 32"):
         utils.load_config(tmp_path / "config.json")
 
 
