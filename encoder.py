@@ -350,8 +350,8 @@ def read_added_tokens(path, entries):
     """Return the AddedTokens of an added_tokens_decoder, {id as text: entry}, by id."""
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: its added_tokens_decoder is not an object")
-    added = [added_token(path, int(token_id) if token_id.isdecimal() else -1, entry)
-             for token_id, entry in entries.items()]
+    added = [added_token(path, int(token_id) if regex.fullmatch("[0-9]{1,9}", token_id) else None,
+                         entry) for token_id, entry in entries.items()]
     return sorted(added, key=lambda token: token.id)
 
 

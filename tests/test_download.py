@@ -1,7 +1,9 @@
 """Downloads, from a Hub on loopback that does wrong whatever can go wrong."""
 import gzip
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from urllib3.util import Retry
 
 import hub as hub_module
 from conftest import ROOT
-from helpers import make_hparams, random_tensors, write_model
+from helpers import make_hparams, random_tensors, write_model, write_safetensors
 from loopback_hub import Hub
 from utils import DownloadError, find_model, load_encoder_hparams_and_params
 
@@ -339,8 +341,8 @@ def test_not_on_the_hub(hub, model, tmp_path, name, files, says):
 @pytest.mark.parametrize("file, content, says", [
     ("config.json", b'{"model_type": "llama"}', "model_type is 'llama'"),
     ("config.json", b"[1, 2]", "config.json does not hold a JSON object"),
-    ("vocab.json", b'{"a": 0}', "vocab.json does not match"),
-    ("merges.txt", b"a b\n", "does not match"),
+    ("vocab.json", b'{"a": 257}', "'a' has the id 257, .* 257 rows"),
+    ("merges.txt", b"a b\n", "needs a token 'ab'"),
 ])
 def test_not_for_us(hub, tmp_path, file, content, says):
     """Seen before the weights are fetched; and when it is mended on the Hub, it works."""
@@ -485,3 +487,140 @@ def test_when_the_first_is_killed_the_second_takes_over(hub, model, tmp_path):
             second.communicate(timeout=60)
     assert second.returncode == 0
     assert contents(tmp_path / "124M") == model
+
+
+# A model as Transformers saves it today: tokenizer.json, and its weights in three shards.
+SHARDED = "some.one/sharded"
+
+
+@pytest.fixture(scope="module")
+def sharded_folder(tmp_path_factory):
+    """The small files are those that Transformers wrote; its shards would be too small to cut."""
+    old = ROOT / "tests" / "data" / "folders" / "tokenizer_json"
+    new = shutil.copytree(old, tmp_path_factory.mktemp("sharded") / "m",
+                          ignore=shutil.ignore_patterns("expected.json", WEIGHTS))
+    config = json.loads((new / "config.json").read_text()) | {"n_embd": 32, "n_head": 4}
+    (new / "config.json").write_text(json.dumps(config))
+    tensors = random_tensors(make_hparams(n_vocab=280, n_ctx=32))
+    weight_map = {}
+    for n in range(3):
+        name = f"model-{n + 1:05}-of-00003.safetensors"
+        names = [*tensors][n::3]
+        write_safetensors(new / name, {tensor: tensors[tensor] for tensor in names})
+        weight_map |= dict.fromkeys(names, name)
+    (new / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return new
+
+
+@pytest.fixture
+def sharded(hub, sharded_folder):
+    """{file name: bytes}, and the Hub has them."""
+    files = contents(sharded_folder)
+    hub.files |= {f"{SHARDED}/{name}": content for name, content in files.items()}
+    return files
+
+
+def shards(files):
+    return sorted(name for name in files if name.endswith(".safetensors"))
+
+
+def test_shards(hub, sharded, tmp_path):
+    """All that the repository has and we use; then never a request again."""
+    hub.token = "hf_secret"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_secret")
+        first = load_encoder_hparams_and_params(SHARDED, tmp_path)[2]
+    assert contents(tmp_path / SHARDED) == sharded and len(shards(sharded)) == 3
+    assert {headers["Authorization"] for server, name, headers in hub.requests
+            if server == "storage" and name in shards(sharded)} == {None}
+    assert "vocab.json" not in [name for _, name, _ in hub.requests]
+    hub.requests.clear()
+    np.testing.assert_equal(load_encoder_hparams_and_params(SHARDED, tmp_path)[2], first)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall"])
+def test_the_next_run_goes_on_in_the_shard(hub, sharded, tmp_path, monkeypatch, fault):
+    """The shards that are whole already are not fetched again."""
+    monkeypatch.setattr(hub_module, "TIMEOUT", (1, 0.1))
+    first, second, third = shards(sharded)
+    hub.faults = {second: [fault, "always"]}
+    with pytest.raises(DownloadError, match=f"{second} of {SHARDED}: .* broke off after"):
+        find_model(SHARDED, tmp_path)
+    assert (tmp_path / SHARDED / first).read_bytes() == sharded[first]
+    part = (tmp_path / SHARDED / f"{second}.part").read_bytes()
+    assert sharded[second].startswith(part) and not (tmp_path / SHARDED / second).exists()
+    with pytest.raises(FileNotFoundError, match=f"is incomplete: it has no {second}"):
+        load_encoder_hparams_and_params(tmp_path / SHARDED)     # by its path, offline
+    hub.faults, hub.requests = {}, []
+    load_encoder_hparams_and_params(SHARDED, tmp_path)
+    assert contents(tmp_path / SHARDED) == sharded
+    assert (hub.ranges(first), hub.ranges(third)) == ([], [None])
+    assert hub.ranges(second) == [f"bytes={len(part) - 1}-"]
+
+
+def test_a_damaged_shard(hub, sharded, tmp_path):
+    second = shards(sharded)[1]
+    hub.faults = {second: ["damage"]}
+    load_encoder_hparams_and_params(SHARDED, tmp_path)
+    assert contents(tmp_path / SHARDED) == sharded and len(hub.ranges(second)) == 2
+
+
+def index_with(name):
+    """An edit of the index: the last tensor is in a file of this name."""
+    def edit(file):
+        file["weight_map"][[*file["weight_map"]][-1]] = name
+    return edit
+
+
+@pytest.mark.parametrize("file, edit, says", [
+    ("tokenizer.json", lambda file: file.update(normalizer={"type": "NFC"}), "normalizer is"),
+    ("tokenizer_config.json", lambda file: file.update(split_special_tokens=True), "split_special"),
+    ("generation_config.json", lambda file: file.update(eos_token_id="x"), "eos_token_id is 'x'"),
+    ("config.json", lambda file: file.update(add_cross_attention=True), "add_cross_attention"),
+    ("model.safetensors.index.json", index_with("../x.safetensors"), "in the same folder"),
+    ("model.safetensors.index.json", lambda file: file.clear(), "no weight_map"),
+    ("model.safetensors.index.json", index_with("x.safetensors"), "404 for x.safetensors"),
+])
+def test_a_repository_that_is_refused_leaves_nothing(hub, sharded, tmp_path, file, edit, says):
+    """Neither what is wrong with a small file, for which no weights are fetched, nor a shard that
+    isn't there."""
+    content = json.loads(sharded[file])
+    edit(content)
+    hub.files[f"{SHARDED}/{file}"] = json.dumps(content).encode()
+    with pytest.raises((ValueError, DownloadError), match=says):
+        find_model(SHARDED, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert says.startswith("404") or not any(map(hub.ranges, shards(sharded)))
+    hub.files[f"{SHARDED}/{file}"] = sharded[file]
+    load_encoder_hparams_and_params(SHARDED, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors.index.json",
+                                  "generation_config.json"])
+@pytest.mark.parametrize("status", [403, 500])
+def test_an_optional_file_that_is_refused(hub, sharded, tmp_path, no_pauses, name, status):
+    """A 404 says that there is none; anything else does not."""
+    hub.statuses = {name: [status, "always"]}
+    with pytest.raises(DownloadError, match=f"the Hub answers {status} for {name}"):
+        find_model(SHARDED, tmp_path)
+
+
+def test_what_the_version_before_has_left(hub, model, tmp_path):
+    """Four files, which are all it fetched, are whole; and if the last is half, it goes on."""
+    write_model(tmp_path / "124M", make_hparams(n_vocab=257),
+                random_tensors(make_hparams(n_vocab=257)))
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert hub.requests == []
+    (tmp_path / "124M" / WEIGHTS).rename(tmp_path / "124M" / f"{WEIGHTS}.part")
+    load_encoder_hparams_and_params("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+    assert hub.ranges(WEIGHTS) == [f"bytes={len(model[WEIGHTS]) - 1}-"]
+    assert hub.ranges("vocab.json") == []
+
+
+def test_gpt2_is_the_124m_that_is_there(hub, model, tmp_path):
+    find_model("124M", tmp_path)
+    hub.requests.clear()
+    assert find_model("gpt2", tmp_path) == tmp_path / "124M"
+    assert hub.requests == []
