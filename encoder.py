@@ -83,7 +83,7 @@ class Encoder:
         self.add_prefix_space = add_prefix_space
         self.byte_ids = {byte: vocab[symbol] for byte, symbol in BYTE_SYMBOLS.items()
                          if symbol in vocab}
-        self.merges = {}                          # pair of ids -> (rank, id of both together)
+        self.merges = {}                          # pair of ids -> (rank, new id)
         for rank, (left, right) in enumerate(merges):
             for token in left, right, left + right:
                 if token not in vocab:
@@ -95,6 +95,8 @@ class Encoder:
         self.literal = {token.id for token in added_tokens} - made
 
         self.ids = vocab | {token.text: token.id for token in added_tokens}
+        if len({token.text for token in added_tokens}) < len(added_tokens):
+            raise ValueError("an added token is there twice")
         "".join(self.ids).encode()                # ValueError for a lone surrogate, which is no text
         self.tokens = {}                          # id -> token
         for token, token_id in self.ids.items():
@@ -142,25 +144,25 @@ class Encoder:
     def merge(self, ids):
         """Merge neighbouring ids, the earliest-learned pair first and from left to right.
 
-        A heap holds what could be merged, as (rank, left place, right place, new id), so that a
-        word of n bytes takes n log n steps and not n * n.
+        A heap holds what could be merged, as (merge, left place, right place), where a merge is
+        (rank, new id); so a word of n bytes takes n log n steps and not n * n.
         """
         ids = [*ids, None]                        # None merges with nothing: a stop at both ends
         before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
         heap = []
 
         def consider(left, right):
-            if (ids[left], ids[right]) in self.merges:
-                rank, new_id = self.merges[ids[left], ids[right]]
-                heapq.heappush(heap, (rank, left, right, new_id))
+            merge = self.merges.get((ids[left], ids[right]))
+            if merge is not None:
+                heapq.heappush(heap, (merge, left, right))
 
         for place in range(len(ids) - 1):
             consider(place, place + 1)
         while heap:
-            rank, left, right, new_id = heapq.heappop(heap)
-            if self.merges.get((ids[left], ids[right])) != (rank, new_id):
+            merge, left, right = heapq.heappop(heap)
+            if self.merges.get((ids[left], ids[right])) != merge:
                 continue                          # one of the two has been merged meanwhile
-            ids[left], ids[right] = new_id, None
+            ids[left], ids[right] = merge[1], None
             after[left] = after[right]
             before[after[left]] = left
             consider(before[left], left)
@@ -178,7 +180,7 @@ class Encoder:
             if token_id < 0:
                 raise ValueError(f"there is no token id {token_id}")
             token = self.tokens.get(int(token_id), "")
-            if token_id in self.literal or not SYMBOL_BYTES.keys() >= set(token):
+            if token_id in self.literal or any(symbol not in SYMBOL_BYTES for symbol in token):
                 raw += token.encode()
             else:
                 raw += bytes(SYMBOL_BYTES[symbol] for symbol in token)

@@ -91,6 +91,7 @@ JSON_FAULTS = [  # (folder, file, edit, what the line says)
     (MODERN, "tokenizer.json", add_token(content=""), "not an added token"),
     (MODERN, "tokenizer.json", add_token(lstrip=1), "not an added token"),
     (MODERN, "tokenizer.json", add_token(content="!", id=5), "two tokens|two ids"),
+    (MODERN, "tokenizer.json", add_token(content="<|endoftext|>", id=0), "is there twice"),
     (MODERN, "tokenizer_config.json", put("split_special_tokens", value=True), "split_special"),
     (MODERN, "tokenizer_config.json", put("add_prefix_space", value=True), "add_prefix_space"),
     (MODERN, "tokenizer_config.json", put("added_tokens_decoder", value={"280": ADDED}), "differ"),
