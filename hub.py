@@ -25,6 +25,7 @@ REPOS = {"124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium"
          "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
          "distilgpt2": "distilbert/distilgpt2"}
 REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+SHARD_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
                "vocab.json", "merges.txt", "added_tokens.json", INDEX)
@@ -109,7 +110,7 @@ def read_index(path):
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path} has no weight_map from tensors to files")
     for tensor, name in weight_map.items():
-        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]{0,200}\.safetensors", name, re.ASCII)):
+        if not (isinstance(name, str) and SHARD_NAME.fullmatch(name)):
             raise ValueError(f"{path}: {tensor} is said to be in {str(name)[:200]!r}, which is not "
                              f"the name of a .safetensors file in the same folder")
     return weight_map
