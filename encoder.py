@@ -57,7 +57,8 @@ def cut(text, tokens):
     longest_first = "|".join(map(regex.escape, sorted(tokens, key=len, reverse=True)))
     for match in regex.finditer(longest_first, text) if tokens else []:
         token, (start, stop) = tokens[match[0]], match.span()
-        if token.single_word and (WORD_BEFORE.match(text, 0, start) or WORD_AFTER.match(text, stop)):
+        if token.single_word and (WORD_BEFORE.match(text, 0, start)
+                                  or WORD_AFTER.match(text, stop)):
             continue
         if token.lstrip:
             start = SPACE_BEFORE.match(text, end, max(start, end)).start()
@@ -97,7 +98,7 @@ class Encoder:
         self.ids = vocab | {token.text: token.id for token in added_tokens}
         if len({token.text for token in added_tokens}) < len(added_tokens):
             raise ValueError("an added token is there twice")
-        "".join(self.ids).encode()                # ValueError for a lone surrogate, which is no text
+        "".join(self.ids).encode()                # ValueError for a lone surrogate
         self.tokens = {}                          # id -> token
         for token, token_id in self.ids.items():
             if token_id in self.tokens:
@@ -242,7 +243,7 @@ def load_encoder(folder):
             raise ValueError(f"{path}: add_prefix_space is {add_prefix_space}, but not in "
                              f"tokenizer_config.json, which Transformers goes by: make them agree")
         if "added_tokens_decoder" in config and set(added) != set(config_added):
-            raise ValueError(f"{path}: its added_tokens differ from those of tokenizer_config.json: "
+            raise ValueError(f"{path}: its added_tokens are not those of tokenizer_config.json: "
                              f"make them agree")
     else:
         path = f"{folder / 'vocab.json'} and merges.txt"
@@ -258,16 +259,18 @@ def load_encoder(folder):
 
 
 def named_tokens(config, is_generic=False):
-    """Return the tokens that tokenizer_config.json names, {text: its entry}, in Transformers' order.
+    """Return the tokens that tokenizer_config.json names, {text: entry}, in Transformers' order.
 
     Unless it says something else, three of their roles are <|endoftext|>'s.
     """
-    roles = {} if is_generic else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    roles = {} if is_generic else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT,
+                                   "unk_token": END_OF_TEXT}
     roles |= {name: value for name, value in config.items() if name.endswith("_token")}
     values = [*roles.values()]
     for name in "extra_special_tokens", "additional_special_tokens":
         more = config.get(name)
-        values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+        values += more if isinstance(more, list) else []
+        values += more.values() if isinstance(more, dict) else []
     entries = [value if isinstance(value, dict) else {"content": value} for value in values]
     return {entry["content"]: entry for entry in entries if isinstance(entry.get("content"), str)}
 

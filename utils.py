@@ -116,7 +116,8 @@ def load_config(path):
             raise ValueError(f"{path}: {key} is {config[key]!r:.200}; these scripts can run a "
                              f"model only if it is {values[0]!r}")
     for key in *SIZES.values(), "n_inner":
-        if not (type(config[key]) is int and config[key] > 0 or key == "n_inner" and not config[key]):
+        optional = key == "n_inner" and config[key] is None
+        if not optional and (type(config[key]) is not int or config[key] < 1):
             raise ValueError(f"{path}: {key} is {config[key]!r:.200}, not a positive number")
     if config["n_embd"] % config["n_head"]:
         raise ValueError(f"{path}: n_head {config['n_head']} does not divide n_embd "

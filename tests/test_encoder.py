@@ -161,7 +161,8 @@ def test_vocab_without_a_token(tmp_path):
         load_encoder(tmp_path)
 
 
-@pytest.mark.parametrize("merge, lacks", [(["h", "€"], "€"), (["€", "h"], "€"), (["h", "h"], "hh")])
+@pytest.mark.parametrize("merge, lacks", [
+    (["h", "€"], "€"), (["€", "h"], "€"), (["h", "h"], "hh")])
 def test_merges_of_unknown_tokens(tmp_path, merge, lacks):
     """Each has to join two tokens of the vocabulary into a third."""
     write_vocabulary(tmp_path, [*SMALL, merge], small_vocab())

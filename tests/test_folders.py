@@ -51,7 +51,7 @@ def test_logits_and_greedy_tokens(kind):
 
 
 def test_an_added_token_is_literal():
-    """č, which stands for the byte of a carriage return in files, is just that in an added token."""
+    """č, which in files stands for the byte of a carriage return, is just č there."""
     encoder = load_encoder(FOLDERS / "added_tokens")
     ids = encoder.encode("a kočka č two words")
     assert encoder.decode(ids) == "a kočka č two words"
@@ -68,7 +68,8 @@ def test_a_byte_without_a_token():
 # begin and end tokens: what generation_config.json and config.json say (None: the key is missing),
 # in a model of 280 tokens, of which <|endoftext|> has the id 0
 @pytest.mark.parametrize("generation, config, begin, ends", [
-    ({"bos_token_id": 5, "eos_token_id": [6, 7]}, {"bos_token_id": 8, "eos_token_id": 9}, 5, [6, 7]),
+    ({"bos_token_id": 5, "eos_token_id": [6, 7]}, {"bos_token_id": 8, "eos_token_id": 9},
+     5, [6, 7]),
     ({"eos_token_id": 6}, {"bos_token_id": 8, "eos_token_id": 9}, 8, [6]),
     (None, {"bos_token_id": 8, "eos_token_id": [9, 10]}, 8, [9, 10]),
     ({}, {}, 0, [0]),
@@ -135,7 +136,8 @@ def put_into_cache(cache, repo, folder, revision="0123abc"):
     ("some.one/model", "some.one/model"), ("gpt2", "openai-community/gpt2"),
     ("124M", "openai-community/gpt2"), ("openai-community/gpt2", "openai-community/gpt2"),
     ("distilgpt2", "distilgpt2"), ("345M", "gpt2-medium")])
-@pytest.mark.parametrize("variables", [{"HF_HUB_CACHE": "{}"}, {"HF_HOME": "{}/.."}, {"HOME": "{}"}])
+@pytest.mark.parametrize("variables", [
+    {"HF_HUB_CACHE": "{}"}, {"HF_HOME": "{}/.."}, {"HOME": "{}"}])
 def test_from_the_cache_of_the_hub(tmp_path, monkeypatch, model, repo, variables):
     """What is in it is used from there; nobody answers at the address that it would come from."""
     cache = tmp_path / {"HOME": ".cache/huggingface/hub"}.get(*variables, "hub")

@@ -218,7 +218,7 @@ def test_models_by_name_and_by_folder(folder, monkeypatch):
     assert find_model("models/copy").resolve() == folder
     (folder.parent / "half").mkdir()
     (folder.parent / "half" / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json .nor a tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json .nor a token"):
         load_encoder_hparams_and_params("half", models_dir)
     for name in "tiny", "no such model":
         with pytest.raises(FileNotFoundError, match=f"no model '{name}'; .* has copy; "):
