@@ -423,6 +423,7 @@ def command_line(docstring, max_prompts=None):
             with writing():
                 print(end="", flush=True)         # to notice a closed pipe here, not at exit
     except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None       # a bar that is only half made can't be closed
         sys.exit(130)                             # 128 + SIGINT, as shells say it
     except BrokenPipeError:
         discard_output()
