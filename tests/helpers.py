@@ -1,10 +1,21 @@
-"""Random models, in memory and on disk, and the masks that gpt2 of v3 and v4 takes."""
+"""Random models, in memory and on disk; the masks that gpt2 of v3 and v4 takes; running scripts."""
 import json
+import os
+import signal
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 
+import benchmark
 from encoder import byte_symbols
+
+ROOT = Path(__file__).resolve().parent.parent
+# a plain environment: no PYTHONUNBUFFERED, no TQDM_DISABLE
+ENVIRONMENT = {name: value for name, value in os.environ.items()
+               if not name.startswith(("PYTHON", "TQDM"))}
 
 NUMBER_TYPES = {  # a float32 array -> its bytes in a safetensors file
     "F32": lambda values: values.astype("<f4").tobytes(),
@@ -18,27 +29,19 @@ def make_hparams(n_vocab=97, n_ctx=64, n_embd=32, n_head=4, n_layer=2):
             "n_layer": n_layer}
 
 
-def random_tensors(hparams, seed=0):
-    """{name in a Hugging Face file: float32 array}. Large enough for logits that differ widely.
+def random_params(hparams, seed=0):
+    """Large enough for logits that differ widely.
 
     RandomState, because NumPy promises that its numbers never change.
     """
-    V, C, E = hparams["n_vocab"], hparams["n_ctx"], hparams["n_embd"]
-    shapes = {"wte.weight": (V, E), "wpe.weight": (C, E)}
-    for layer in range(hparams["n_layer"]):
-        shapes |= {f"h.{layer}.{name}": shape for name, shape in {
-            "ln_1.weight": (E,), "ln_1.bias": (E,),
-            "attn.c_attn.weight": (E, 3 * E), "attn.c_attn.bias": (3 * E,),
-            "attn.c_proj.weight": (E, E), "attn.c_proj.bias": (E,),
-            "ln_2.weight": (E,), "ln_2.bias": (E,),
-            "mlp.c_fc.weight": (E, 4 * E), "mlp.c_fc.bias": (4 * E,),
-            "mlp.c_proj.weight": (4 * E, E), "mlp.c_proj.bias": (E,)}.items()}
-    shapes |= {"ln_f.weight": (E,), "ln_f.bias": (E,)}
     random = np.random.RandomState(seed)
-    tensors = {name: (0.2 * random.randn(*shape)).astype(np.float32)
-               for name, shape in shapes.items()}
-    return {name: 1 + t if "ln_" in name and "weight" in name else t
-            for name, t in tensors.items()}
+    return benchmark.random_params(
+        hparams, lambda *shape: (0.2 * random.randn(*shape)).astype(np.float32))
+
+
+def random_tensors(hparams, seed=0):
+    """random_params as a Hugging Face file has them: {name: float32 array}."""
+    return benchmark.by_name(random_params(hparams, seed))
 
 
 def to_params(tensors):
@@ -57,10 +60,6 @@ def to_params(tensors):
             node = node.setdefault(part, {})
         node["b" if kind == "bias" else "g" if "ln_" in name else "w"] = tensor
     return params
-
-
-def random_params(hparams, seed=0):
-    return to_params(random_tensors(hparams, seed))
 
 
 def write_safetensors(path, tensors, number_type="F32", prefix="", pad=0):
@@ -140,3 +139,20 @@ def logits_in_chunks(module, input_ids, attention_mask, params, n_head, sizes):
                                   n_head=n_head))
         start += size
     return np.concatenate(logits, axis=1)
+
+
+def command(script, *arguments):
+    return [sys.executable, str(ROOT / script), *arguments]
+
+
+def run(script, *arguments, env=ENVIRONMENT, **options):
+    """Run a script to its end; its stdout and stderr are captured."""
+    return subprocess.run(command(script, *arguments), capture_output=True, timeout=60, env=env,
+                          **options)
+
+
+def start(script, *arguments, env=ENVIRONMENT):
+    """A process that takes Ctrl-C, which a shell's background jobs do not."""
+    return subprocess.Popen(
+        command(script, *arguments), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

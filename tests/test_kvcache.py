@@ -6,6 +6,7 @@ import gpt2_v1
 import gpt2_v2_padding
 import gpt2_v3_kvcache
 import gpt2_v4_prealloc
+from benchmark import noting
 from gpt2_v2_padding import pad_batch
 from gpt2_v4_prealloc import KVCache, kv_cache_bytes
 from helpers import (logits_in_chunks, make_hparams, new_caches, positions, random_params,
@@ -207,17 +208,6 @@ def test_nbytes_is_what_is_allocated():
     assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
 
 
-def watch(monkeypatch, module, name, note):
-    """Call note(*args, **kwargs) before each call of module.name."""
-    original = getattr(module, name)
-
-    def watched(*args, **kwargs):
-        note(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, watched)
-
-
 @pytest.mark.parametrize("module, counts", [
     (gpt2_v1, (390, 12)), (gpt2_v2_padding, (390, 12)),
     (gpt2_v3_kvcache, (29, 5)), (gpt2_v4_prealloc, (29, 5))])
@@ -225,7 +215,8 @@ def test_positions_through_the_model(module, counts, monkeypatch):
     """10 + ... + 29 = 390 uncached, 10 + 19 cached; and 3 + 4 + 5 = 12 against 3 + 1 + 1."""
     params = random_params(make_hparams())
     seen = []
-    watch(monkeypatch, module, "gpt2", lambda ids, *args, **kwargs: seen.append(np.size(ids)))
+    monkeypatch.setattr(module, "gpt2", noting(
+        module.gpt2, lambda arguments, _: seen.append(np.size(arguments[0]))))
     for (n_prompt, n_new), count in zip([(10, 20), (3, 3)], counts):
         seen.clear()
         prompt = list(range(n_prompt))
@@ -252,8 +243,8 @@ def test_generate_allocates_what_it_needs(monkeypatch):
     assert cache.nbytes == kv_cache_bytes(2, 2, 12, 4, 8)
 
     dicts = []
-    watch(monkeypatch, gpt2_v3_kvcache, "gpt2",
-          lambda ids, pos_ids, mask, kv_caches, **kwargs: dicts.append(kv_caches))
+    monkeypatch.setattr(gpt2_v3_kvcache, "gpt2", noting(
+        gpt2_v3_kvcache.gpt2, lambda arguments, _: dicts.append(arguments[3])))
     gpt2_v3_kvcache.generate(*batch, params, 4, 10)
     assert sum(layer[name].nbytes for layer in dicts[-1] for name in "kv") == cache.nbytes
 
@@ -261,14 +252,8 @@ def test_generate_allocates_what_it_needs(monkeypatch):
 def test_the_last_position_alone_is_unembedded(monkeypatch):
     for module in gpt2_v1, gpt2_v2_padding, gpt2_v3_kvcache, gpt2_v4_prealloc:
         kept = []
-        original = module.gpt2
-
-        def noting(*args, original=original, kept=kept, **kwargs):
-            logits = original(*args, **kwargs)
-            kept.append(logits.shape[-2])
-            return logits
-
-        monkeypatch.setattr(module, "gpt2", noting)
+        monkeypatch.setattr(module, "gpt2", noting(
+            module.gpt2, lambda _, logits, kept=kept: kept.append(logits.shape[-2])))
         prompt = [7, 3, 19]
         module.generate(*([prompt] if module is gpt2_v1 else pad_batch([prompt])),
                         random_params(make_hparams()), 4, 5)

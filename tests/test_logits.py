@@ -117,13 +117,17 @@ class Weight(np.ndarray):
         return getattr(ufunc, method)(*[np.asarray(x) for x in inputs], **options)
 
 
+def params_of_weights():
+    """The params of a random model, as Weights that have noted nothing yet."""
+    Weight.shapes.clear()
+    return to_params({name: tensor.view(Weight)
+                      for name, tensor in random_tensors(HPARAMS).items()})
+
+
 @pytest.mark.parametrize("module", [gpt2_v2_padding, *CACHED])
 def test_one_matrix_product_for_a_batch(module):
     """Each weight is read once, for all B * T rows; the unembedding, for the B that are needed."""
-    tensors = random_tensors(HPARAMS)
-    Weight.shapes.clear()
-    params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
-    module.generate(*pad_batch(PROMPTS), params, 4, 1)
+    module.generate(*pad_batch(PROMPTS), params_of_weights(), 4, 1)
     assert Weight.shapes == [
         (30, 32), (30, 32), (30, 32), (30, 128),  # c_attn, c_proj, c_fc, c_proj
         (30, 32), (30, 32), (30, 32), (30, 128),
@@ -132,10 +136,7 @@ def test_one_matrix_product_for_a_batch(module):
 
 def test_matrix_products_of_version_1():
     """The unembedding is for the position whose logits are needed."""
-    tensors = random_tensors(HPARAMS)
-    Weight.shapes.clear()
-    params = to_params({name: tensor.view(Weight) for name, tensor in tensors.items()})
-    gpt2_v1.generate(list(range(10)), params, 4, 1)
+    gpt2_v1.generate(list(range(10)), params_of_weights(), 4, 1)
     assert Weight.shapes == [
         (10, 32), (10, 32), (10, 32), (10, 128),  # c_attn, c_proj, c_fc, c_proj
         (10, 32), (10, 32), (10, 32), (10, 128),
