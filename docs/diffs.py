@@ -2,9 +2,9 @@
 
     python docs/diffs.py
 
-The code on the page is read from the scripts, so run this again when one of them has changed. Beside
-this file: sidebyside.py, which compares and colours code; drawings.py, the drawings; page.html, the
-page around the diffs, with its style.
+The code on the page is read from the scripts, so run this again when one of them has changed. The
+notes are below. Beside this file: sidebyside.py, which compares and colours code; drawings.py, the
+drawings; page.html, the page around the diffs, with its style.
 """
 import math
 import re
@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 import drawings
-from sidebyside import TOP, changed, one_side, parts, two_sides
+from sidebyside import TOP, changed, one_side, parts, two_sides, whole
 
 HERE = Path(__file__).resolve().parent
 STEPS = [("v1", "v2"), ("v2", "v3"), ("v3", "v4")]
@@ -37,8 +37,8 @@ NOTES = {
     ("v2", "ffn"): """
         Only the comments change. The feed-forward network treats each position by itself, so it
         doesn't matter whether two positions belong to the same prompt. `linear` takes care of the
-        new axis, and `gelu` works on single numbers. Padding is computed like everything else:
-        here 2 positions of 10.
+        new axis, and `gelu` works on single numbers. Padding is computed like everything else: here
+        2 positions of 10.
 
         Otherwise: Nothing can go wrong here, and that is worth knowing. Positions meet in attention
         and nowhere else. So a mask in attention is enough to keep the padding out.
@@ -46,9 +46,9 @@ NOTES = {
         Shapes: x: [T, E] => [B, T, E]; in between: [T, 4E] => [B, T, 4E]""",
     ("v2", "attention"): """
         Only the comments change. `@` multiplies the last two axes and does so for each index of the
-        axes before them: it was for each head, now it is for each row and each head. The mask
-        [B, 1, T, T] broadcasts: its 1 stretches over the heads, so every row has its own mask, and
-        all heads of the row share it.
+        axes before them: it was for each head, now it is for each row and each head. The mask [B,
+        1, T, T] broadcasts: its 1 stretches over the heads, so every row has its own mask, and all
+        heads of the row share it.
 
         Otherwise: ``k.T`` for `k.swapaxes(-1, -2)` would turn all four axes round, to [D, T, H, B].
         With a mask [T, T] every row would be treated alike, although only some have padding.
@@ -58,10 +58,10 @@ NOTES = {
     ("v2", "mha"): """
         The rows must never meet, so B comes first and stays first. `c_attn` makes 3E numbers for
         each position: a query, a key and a value, each of H heads with D numbers. `reshape` moves
-        no number, it only gives these axes names: [B, T, 3, H, D]. `transpose` then brings the 3
-        to the front, to unpack q, k and v, and H before T, so that `attention` has a [T, D] matrix
-        for each row and head. For our batch: [2, 5, 2304], then [2, 5, 3, 12, 64], then three
-        times [2, 12, 5, 64].
+        no number, it only gives these axes names: [B, T, 3, H, D]. `transpose` then brings the 3 to
+        the front, to unpack q, k and v, and H before T, so that `attention` has a [T, D] matrix for
+        each row and head. For our batch: [2, 5, 2304], then [2, 5, 3, 12, 64], then three times [2,
+        12, 5, 64].
 
         On the way back, the heads of a position must stand side by side again before `reshape`
         joins them: `x.transpose(0, 2, 1, 3)`.
@@ -91,19 +91,19 @@ NOTES = {
         alone: a prompt would go on differently depending on its neighbours. Without `padding`, real
         tokens would average in what stands in the padding. With ``-np.inf`` for −1e10, the first
         query of row 1 would have nothing but −inf, softmax would compute −inf + inf = NaN, and
-        since 0 · NaN is NaN too, one layer on the whole row is. With −1e10 the scores round to
-        that very number; the weights are equal, and nobody reads the result.
+        since 0 · NaN is NaN too, one layer on the whole row is. With −1e10 the scores round to that
+        very number; the weights are equal, and nobody reads the result.
 
         Shapes: input_ids: [T] => [B, T]; mask: [T, T] => [B, 1, T, T];
         positions: 0 … T − 1 => [B, T]; logits: [T, V] => [B, T, V]""",
     ("v2", "pad_batch"): """
         The rectangle: our prompts of 5 and 3 tokens become two arrays of [2, 5]. `attention_mask`
-        says what is real. The padding's id is 0, which is also a token of the vocabulary; that
-        does no harm, as only the mask decides.
+        says what is real. The padding's id is 0, which is also a token of the vocabulary; that does
+        no harm, as only the mask decides.
 
         *Why on the left?* The next token is predicted at the newest one. On the left, the newest
-        tokens of all rows stand in the last column: one slice reads all logits, and one more
-        column holds all new tokens.
+        tokens of all rows stand in the last column: one slice reads all logits, and one more column
+        holds all new tokens.
 
         Otherwise: Padded on the right, the newest token of row 1 would be in column 2 and that of
         row 0 in column 4. Each row would need an index of its own, and its new tokens would follow
@@ -149,10 +149,10 @@ NOTES = {
         which is time in [B, H, T, D]. The result is kept for the next step, and attention reads it
         all.
 
-        *Why keep K and V, but not Q?* A query says what its own position looks for. It is used once,
-        in the pass that computes it; what it found went into `x`, and no later position reads it.
-        A key and a value say what a position offers to others, and every later position asks. The
-        same goes for hidden states and the results of `ffn`: nobody reads them again.
+        *Why keep K and V, but not Q?* A query says what its own position looks for. It is used
+        once, in the pass that computes it; what it found went into `x`, and no later position reads
+        it. A key and a value say what a position offers to others, and every later position asks.
+        The same goes for hidden states and the results of `ffn`: nobody reads them again.
 
         *Why may they be kept?* Attention is causal. What a layer computes for a position depends on
         that position and those before it. A token appended at the end changes none of it, in any
@@ -160,8 +160,9 @@ NOTES = {
 
         Otherwise: With the new key in front of the old ones, all shapes are right. Without padding
         even the tokens are: attention is a weighted sum, and doesn't care about the order. In a
-        padded batch, the columns of the mask then hide the wrong keys. With the last line left
-        out, nothing is kept, and the first decode step fails: six weights for one value.
+        padded batch, the columns of the mask then hide the wrong keys. Without `layer_cache["k"],
+        layer_cache["v"] = k, v` nothing is kept, and the first decode step fails: six weights for
+        one value.
 
         Shapes: x, in decode: [B, T, E] => [B, 1, E]; q: [B, H, T, D] => [B, H, 1, D];
         k, v for attention: [B, H, T, D] => [B, H, S, D]""",
@@ -181,9 +182,9 @@ NOTES = {
         them move, unchanged, to `generate`, which knows what came before.
 
         The gain: `gpt2` knows nothing of prefill and decode. It takes a whole prompt, a piece of it
-        or a single token, as long as each mask follows the rule: a query at position p sees the real
-        keys at positions up to p. For two new tokens after three that is a rectangle of 2 by 5:
-        four keys for the first, five for the second.
+        or a single token, as long as each mask follows the rule: a query at position p sees the
+        real keys at positions up to p. For two new tokens after three that is a rectangle of 2 by
+        5: four keys for the first, five for the second.
 
         Otherwise: Positions made in here would be 0 in every decode step, or, counted from the
         cache's length, 5 for both rows: right for row 0, wrong for row 1, which has two columns of
@@ -207,11 +208,10 @@ NOTES = {
         columns for both rows. For row 0 that is the next position. Row 1 has had three tokens, so
         *said* is at position 3. Each row's last position + 1 is right for both.
 
-        Otherwise: A triangle made for one query and six keys, ``np.tri(1, 6)``, is
-        [1, 0, 0, 0, 0, 0]: it hides all but the oldest. Position 0, or 5 for *said*, leaves the
-        first new token right, for it came from prefill; from the second on, the text gets worse
-        ([bug 1](#bugs)). Caches made outside of this function would still hold the last call's text
-        ([bug 3](#bugs)).
+        Otherwise: A triangle made for one query and six keys, ``np.tri(1, 6)``, is [1, 0, 0, 0, 0,
+        0]: it hides all but the oldest. Position 0, or 5 for *said*, leaves the first new token
+        right, for it came from prefill; from the second on, the text gets worse ([bug 1](#bugs)).
+        Caches made outside of this function would still hold the last call's text ([bug 3](#bugs)).
 
         Shapes: fed in: [B, T], longer each time => prefill [B, T], decode [B, 1];
         mask: [B, 1, T, T] => prefill [B, 1, T, T], decode [B, 1, 1, S];
@@ -234,8 +234,8 @@ NOTES = {
         written, so a refused call leaves no trace.
 
         *Why a length for each layer?* In a pass, layer 0 appends first, layer 1 next. If the pass
-        is interrupted between them, they disagree. `length` then refuses to answer, for every
-        position after that would be off by one.
+        is interrupted between them, they disagree. `length` then refuses to answer, as no mask
+        would fit them all.
 
         `truncate` forgets without copying: it only lowers the lengths. No script here calls it or
         `reset`. They are for speculative decoding, which takes back wrong guesses; for repairing a
@@ -257,8 +257,8 @@ NOTES = {
         into it: the work that a cache saves comes back as traffic. Not much at 100 positions; it
         grows with each one.
 
-        Shapes: k, v, new: [B, H, T, D] => [B, H, T, D]; k, v for attention: [B, H, S, D], a copy =>
-        [B, H, S, D], a view""",
+        Shapes: k, v, new: [B, H, T, D] => [B, H, T, D];
+        k, v for attention: [B, H, S, D], a copy => [B, H, S, D], a view""",
     ("v4", "transformer_block"): """
         One `KVCache` holds all layers, so the block hands down the cache and the number of its
         layer. In version 3 each block got its own dictionary.
@@ -275,14 +275,14 @@ NOTES = {
 
         Shapes: kv_caches: a list of {"k", "v"} => a KVCache; logits: [B, T, V] => [B, T, V]""",
     ("v4", "generate"): """
-        *The length is known.* T tokens of prompt and n new ones fill T + n − 1 slots, since the last
-        new one is never fed back: 5 + 4 − 1 = 8. So the cache is allocated before the first pass,
-        and the padding's mask is built once, for all columns; each step takes a slice of it, up to
-        the slot that is about to be written, `kv_caches.length + 1`.
+        *The length is known.* T tokens of prompt and n new ones fill T + n − 1 slots, since the
+        last new one is never fed back: 5 + 4 − 1 = 8. So the cache is allocated before the first
+        pass, and the padding's mask is built once, for all columns; each step takes a slice of it,
+        up to the slot that is about to be written, `kv_caches.length + 1`.
 
-        *A prompt in pieces.* A long prompt goes through 256 columns at a time, as smaller arrays are
-        faster. A piece is new rows of the square mask, `mask[:, :, new, :new.stop]`: queries of the
-        piece, keys up to its end. `gpt2` takes it as it took the whole.
+        *A prompt in pieces.* A long prompt goes through 256 columns at a time, as smaller arrays
+        are faster. A piece is new rows of the square mask, `mask[:, :, new, :new.stop]`: queries of
+        the piece, keys up to its end. `gpt2` takes it as it took the whole.
 
         *A cache from outside.* `kv_caches` lets another file bring its own. Without it, each call
         makes a new one.
@@ -292,7 +292,8 @@ NOTES = {
         a `KVCache` made once, outside, still holds the text of the call before.
 
         Shapes: cache: [B, H, S, D] per layer, new each step => [n_layer, B, H, capacity, D], once;
-        padding: [B, S], new each step => [B, capacity], once; mask: [B, 1, 1, S] => [B, 1, 1, S]""",
+        padding: [B, S], new each step => [B, capacity], once;
+        mask: [B, 1, 1, S] => [B, 1, 1, S]""",
 }
 
 
@@ -307,7 +308,7 @@ def inline_code(match):
 
 
 def prose(text):
-    """Paragraphs of a note as HTML: `code`, ``code that isn't in the scripts``, *emphasis*, links."""
+    """A paragraph of a note as HTML: `code`, ``code``, *emphasis* and [links](#there)."""
     text = escape(" ".join(text.split()), quote=False)
     for pattern, html in [(r"``(.+?)``|`(.+?)`", inline_code),
                           (r"^\*(.+?)\*", r"<strong>\1</strong>"),
@@ -397,7 +398,7 @@ def page():
         drawings.padding, drawings.masks, drawings.decode_masks, drawings.cache, drawings.growth)}
     holes["cost_rows"] = cost_rows()
     holes["loop"] = one_side("v1", "generate")
-    holes["version_1"] = "".join(one_side("v1", name) for name in parts("v1"))
+    holes["version_1"] = whole("v1")
     template = (HERE / "page.html").read_text(encoding="utf-8")
     return string.Template(template).substitute(holes)
 

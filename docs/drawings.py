@@ -1,8 +1,8 @@
 """The drawings of index.html as inline SVG; diffs.py puts them in.
 
-All show one small batch, a prompt of five tokens and one of three, drawn on a grid of cells. Colours
-come from the page's style sheet, so they follow its light or dark scheme; no meaning is in them
-alone: a cell is also filled, framed, dashed, crossed out or has a word in it.
+All show one small batch, a prompt of five tokens and one of three, on a grid of cells. Colours come
+from page.html, so they follow its light or dark scheme. No meaning is in colour alone: cells are
+also dashed, crossed out, or have a word in them.
 """
 import re
 from html import escape
@@ -46,16 +46,16 @@ def label(column, line, text, kind="plain", width=CELL):
 
 def panel(name, heading, text, marks, lines, columns, width=CELL):
     """One SVG under its heading; text says the same in words, for those who can't see it."""
-    return (f'<div class="panel"><p class="over">{heading}</p><svg role="img" '
-            f'viewBox="0 0 {LEFT + columns * width} {lines * LINE}" '
-            f'width="{LEFT + columns * width}" aria-labelledby="{name}-title {name}-desc">'
-            f'<title id="{name}-title">{re.sub("<.*?>", "", heading)}</title><desc id="{name}-desc">{escape(text)}</desc>'
-            + "".join(marks) + "</svg></div>")
+    w, title = LEFT + columns * width, re.sub("<.*?>", "", heading)
+    return (f'<div class="panel"><p class="over">{heading}</p>'
+            f'<svg role="img" viewBox="0 0 {w} {lines * LINE}" width="{w}" '
+            f'aria-labelledby="{name}-title {name}-desc"><title id="{name}-title">{title}</title>'
+            f'<desc id="{name}-desc">{escape(text)}</desc>{"".join(marks)}</svg></div>')
 
 
 def figure(panels, legend, caption):
-    keys = "".join(f'<li><svg viewBox="62 0 46 29" width="34" height="22" aria-hidden="true">'
-                   f'{cell(0, 0, kind, text)}</svg> {meaning}</li>' for kind, text, meaning in legend)
+    keys = "".join(f'<li><svg viewBox="61 -1 46 30" width="34" height="22" aria-hidden="true">'
+                   f'{cell(0, 0, kind, text)}</svg> {words}</li>' for kind, text, words in legend)
     return (f'<figure><div class="panels">{"".join(panels)}</div><ul class="legend">{keys}</ul>'
             f'<figcaption>{caption}</figcaption></figure>')
 
@@ -84,14 +84,14 @@ def padding():
                "to 2, then two columns of padding. The newest tokens are in columns 4 and 2.",
                right, 4, COLUMNS),
          panel("pad-left", "Padded on the left, and the first new token of each row",
-               "Row 0: Once upon a time there, at positions 0 to 4, then lived at position 5. Row 1: "
-               "two columns of padding, then The old fox at positions 0, 1 and 2, then said at "
+               "Row 0: Once upon a time there, at positions 0 to 4, then lived at position 5. Row "
+               "1: two columns of padding, then The old fox at positions 0, 1 and 2, then said at "
                "position 3. Both newest tokens are in column 4, both new tokens in column 5.",
                left, 5, COLUMNS + 1)],
         [("old", "a", "prompt"), ("on", "a", "its newest token"), ("new", "a", "new token"),
          ("pad", "", "padding")],
-        "On the right, the newest tokens stand in columns 4 and 2, and new ones would follow a gap. "
-        "On the left, one column holds them all. Columns count slots, positions count tokens: in "
+        "On the right, the newest tokens stand in columns 4 and 2, and new ones would follow a gap."
+        " On the left, one column holds them all. Columns count slots, positions count tokens: in "
         "column 5, <b>lived</b> is at position 5 and <b>said</b> at position 3.")
 
 
@@ -117,18 +117,18 @@ MASK_LEGEND = [("on", "0", "may be attended to: 0 is added to the score"),
 
 def masks():
     """The mask of prefill, and of each whole pass of version 2: a square for each row."""
-    texts = ["A square of five queries by five keys. Each query may attend to itself and to the keys "
-             "before it: one for the first, five for the last.",
-             "A square of five queries by five keys. The first two columns are padding, which nobody "
-             "attends to. The attends to itself, old to The and old, fox to all three."]
+    texts = ["A square of five queries by five keys. Each query may attend to itself and to the "
+             "keys before it: one for the first, five for the last.",
+             "A square of five queries by five keys. The first two columns are padding, which no "
+             "query attends to. The attends to itself, old to The and old, fox to all three."]
     return figure(
         [panel(f"mask-{row}", f"Row {row}: <code>mask[{row}, 0]</code>", texts[row],
                keys_above(row, COLUMNS) + mask_lines(row, range(COLUMNS), COLUMNS, 1),
                COLUMNS + 1, COLUMNS) for row in range(len(ROWS))],
         MASK_LEGEND,
-        "The mask of the first pass, <code>[2, 1, 5, 5]</code>: for each row a square, queries down, "
-        "keys across. The cells that are not crossed out in row 1 are the small triangle that the "
-        "prompt of three would have alone. The two queries of the padding have nothing to look at; "
+        "The mask of the first pass, <code class=w>[2, 1, 5, 5]</code>: for each row a square, "
+        "queries down, keys across. The filled cells of row 1 are the small triangle that its "
+        "prompt would have alone. The two queries of the padding have nothing to look at; "
         "their results are never read.")
 
 
@@ -141,11 +141,12 @@ def decode_masks():
             marks += mask_lines(row, [COLUMNS + step - 1], COLUMNS + step, step)
         panels.append(panel(
             f"decode-{row}", f"Row {row}: <code>mask[{row}, 0]</code> in decode 1 and decode 2",
-            f"Query {NEXT[row][0]} attends to {len(ROWS[row]) + 1} keys and query {NEXT[row][1]} to "
+            f"Query {NEXT[row][0]} attends to {len(ROWS[row]) + 1} keys, query {NEXT[row][1]} to "
             f"{len(ROWS[row]) + 2}: to all but the padding.", marks, 3, COLUMNS + 2))
     return figure(panels, MASK_LEGEND[::2],
-                  "The masks of decode, <code>[2, 1, 1, 6]</code> and <code>[2, 1, 1, 7]</code>: one "
-                  "query, so one line. There is no key after the query, so no cell is dashed. The "
+                  "The masks of decode, <code class=w>[2, 1, 1, 6]</code> and <code class=w>"
+                  "[2, 1, 1, 7]</code>: one query, so one line. There is no key after the "
+                  "query, so no cell is dashed. The "
                   "padding of row 1 is in the cache and stays crossed out.")
 
 
@@ -163,8 +164,9 @@ def cache():
                 kind = "on" if column in fed else "off" if letter == "q" else "old"
                 marks.append(cell(column, line, kind, "" if kind == "off" else f"{letter}{column}"))
         past = total - len(new)
+        read = f"{past} keys, {past} values" if past else "nothing"
         text = (f"Computed: queries, keys and values of {len(new)} position{'s'[:len(new) > 1]}. "
-                f"Read from the cache: {past or 'no'} keys and values. Predicts: {NEXT[0][step]}.")
+                f"Read from the cache: {read}. Predicts: {NEXT[0][step]}.")
         panels.append(panel(f"cache-{step}", name, text, marks, 4, COLUMNS + 2)
                       .replace("</svg>", f"</svg><p>{text}</p>"))
     return figure(
@@ -196,11 +198,11 @@ def growth():
                "Prefill makes an array of 5. Each decode step makes a new array, one longer, and "
                f"copies what was there: {sums} copies.", grown, steps + 1, capacity, width),
          panel("slice", "Version 4: one buffer of 5 + 4 − 1 = 8 slots",
-               "Prefill writes slots 0 to 4 of a buffer of 8. Each decode step writes the next slot "
-               "and copies nothing.", sliced, steps + 1, capacity, width)],
+               "Prefill writes slots 0 to 4 of a buffer of 8. Each decode step writes the next "
+               "slot and copies nothing.", sliced, steps + 1, capacity, width)],
         [("on", "new", "written"), ("copy", "copy", "copied into the new array"),
          ("old", "", "stays where it is, read through a view"), ("off", "", "free")],
         f"The keys of one layer, for 4 new tokens after 5. On the way to 8 positions "
         f"<code>np.concatenate</code> copies {sums} keys and as many values, in each layer; the "
-        f"slices copy none. Starting from one position, on the way to 8,192 it is 1 + 2 + … + 8,191 "
-        f"= {8191 * 8192 // 2:,}.")
+        f"slices copy none. Starting from one position, on the way to 8,192 it is 1 + 2 + … + "
+        f"8,191 = {8191 * 8192 // 2:,}.")

@@ -22,11 +22,11 @@ def read(version):
 
 @lru_cache(None)
 def parts(version):
-    """The file in parts: {function or class: (first line, line after)}; the last goes to the end."""
-    tree, lines = ast.parse(read(version)).body, len(read(version).splitlines())
-    found = {node.name: node.lineno for node in tree if hasattr(node, "name")}
-    starts = [1, *found.values(), lines + 3]
-    return {name: (start, after - 2) for name, start, after in zip([TOP, *found], starts, starts[1:])}
+    """{function or class: (first line, line after)}; the last one goes to the end of the file."""
+    body, end = ast.parse(read(version)).body, len(read(version).splitlines())
+    found = {TOP: 1} | {node.name: node.lineno for node in body if hasattr(node, "name")}
+    starts = [*found.values(), end + 3]           # two empty lines before each
+    return {name: (start, after - 2) for name, start, after in zip(found, starts, starts[1:])}
 
 
 @lru_cache(None)
@@ -81,8 +81,8 @@ def paired(old, new):
 
 def aligned(old, new):
     """Rows (old line or None, new line or None, "same", "edited" or "other") of a part."""
-    matcher = difflib.SequenceMatcher(None, [t for _, t in old], [t for _, t in new], autojunk=False)
-    rows = []
+    texts = [[text for _, text in lines] for lines in (old, new)]
+    matcher, rows = difflib.SequenceMatcher(None, *texts, autojunk=False), []
     for tag, i, after_i, j, after_j in matcher.get_opcodes():
         lines = old[i:after_i], new[j:after_j]
         rows += [(a, b, "same") for a, b in zip(*lines)] if tag == "equal" else paired(*lines)
@@ -102,7 +102,7 @@ def changed_words(line, other):
 
 
 def code(version, number, marked=(), mark="ins"):
-    """A line of code in colour, with changed words marked; a comment at its end wraps as a whole."""
+    """A line in colour, with changed words marked; a comment at its end wraps as a whole."""
     line, paint = painted(version)[number - 1]
     tail = paint.index("c") if "c" in paint and line[:paint.index("c")].strip() else len(line)
     out, runs = "", [(column in marked, letter, column >= tail)
@@ -149,9 +149,8 @@ def line_html(number, inner, kind="", sign=" "):
 
 def side(version, name, body):
     """Lines of one version, under a line that names it."""
-    start, after = parts(version)[name]
-    return (f'<div class="side" role="group" aria-label="{name} in version {version[1]}, lines {start} '
-            f'to {after - 1}"><p>version {version[1]}, {SCRIPTS[version]}</p>{body}</div>')
+    return (f'<div class="side" role="group" aria-label="{name} in version {version[1]}">'
+            f'<p>version {version[1]}, {SCRIPTS[version]}</p>{body}</div>')
 
 
 def one_side(version, name, kind="", sign=" "):
@@ -159,8 +158,14 @@ def one_side(version, name, kind="", sign=" "):
                                        for number, _ in lines_of(version, name)))
 
 
+def whole(version):
+    lines = enumerate(read(version).splitlines(), 1)
+    return side(version, "all", "".join(line_html(number, code(version, number))
+                                        for number, _ in lines))
+
+
 def column(version, lines, kind, sign, mark):
-    """One side of a diff: HTML for each row; lines are (line or None, counterpart, kind of row)."""
+    """HTML for one side of each row; lines are (line or None, counterpart, kind of row)."""
     for line, other, row in lines:
         if line is None:
             yield "<div class=e></div>"
@@ -168,7 +173,7 @@ def column(version, lines, kind, sign, mark):
             yield line_html(line[0], code(version, line[0]))
         else:
             words = changed_words(line[1], other[1]) if row == "edited" else ()
-            if len(words) > 0.7 * len(line[1].strip()):
+            if len(words) > 0.6 * len(line[1].strip()):
                 words = ()                        # as good as a new line
             yield line_html(line[0], code(version, line[0], words, mark), kind, sign)
 
@@ -181,8 +186,8 @@ def with_moves(rows, left, right, moves):
             where = moves.get(line[1], ("", ""))[1 - which] if line and kind == "other" else ""
             if where and where != last:
                 extra = ["<div class=e></div>"] * 2
-                way = "from" if which else "to"
-                extra[which] = line_html("", f"<small>    moved {way} {where}:</small>", "da"[which])
+                words = f"<small>    moved {'from' if which else 'to'} {where}:</small>"
+                extra[which] = line_html("", words, "da"[which])
                 yield extra
             if line:
                 last = where

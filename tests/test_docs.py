@@ -1,4 +1,4 @@
-"""docs/index.html is what the scripts, the notes and the drawings make of it, and all can read it."""
+"""docs/index.html is up to date, says what is so, and can be read by everybody."""
 import re
 import sys
 from html.parser import HTMLParser
