@@ -68,7 +68,7 @@ NOTES = {
 
         Otherwise: No error tells you. With ``reshape(B, T, n_head, 3, E // n_head)`` all sizes are
         right, and head 0 takes the query of head 1 for its key. Without the last `transpose`,
-        numbers of different positions are joined. Both give nonsense: [bug 4](#bugs).
+        numbers of different positions are joined. Both give nonsense: [bug 4](#bug-4).
 
         Shapes: qkv: [T, 3, H, D] => [B, T, 3, H, D]; q, k, v: [H, T, D] => [B, H, T, D];
         result: [T, E] => [B, T, E]""",
@@ -210,8 +210,8 @@ NOTES = {
 
         Otherwise: A triangle made for one query and six keys, ``np.tri(1, 6)``, is [1, 0, 0, 0, 0,
         0]: it hides all but the oldest. Position 0, or 5 for *said*, leaves the first new token
-        right, for it came from prefill; from the second on, the text gets worse ([bug 1](#bugs)).
-        Caches made outside of this function would still hold the last call's text ([bug 3](#bugs)).
+        right, for it came from prefill; from the second on, the text gets worse ([bug 1](#bug-1)).
+        Caches made outside of this function would still hold the last call's text ([bug 3](#bug-3)).
 
         Shapes: fed in: [B, T], longer each time => prefill [B, T], decode [B, 1];
         mask: [B, 1, T, T] => prefill [B, 1, T, T], decode [B, 1, 1, S];
@@ -241,7 +241,7 @@ NOTES = {
         `reset`. They are for speculative decoding, which takes back wrong guesses; for repairing a
         cache after an interrupted pass; and for using the buffers again.
 
-        Otherwise: Returning all of the buffer is [bug 2](#bugs). `np.empty` leaves whatever was in
+        Otherwise: Returning all of the buffer is [bug 2](#bug-2). `np.empty` leaves whatever was in
         memory. Zeros would be no better: a zero key has score 0, and softmax makes exp(0) = 1 of
         it, not 0. Every free slot would take its share of the attention.
 

@@ -37,7 +37,9 @@ def painted(version):
 
     def fill(start, end, letter):
         for row in range(start[0], end[0] + 1):
-            first, last = start[1] * (row == start[0]), end[1] if row == end[0] else None
+            line = lines[row - 1]
+            first = start[1] if row == start[0] else len(line) - len(line.lstrip())
+            last = end[1] if row == end[0] else len(line)
             paint[row - 1][first:last] = letter * len(paint[row - 1][first:last])
 
     before, f_strings = "", []                    # from Python 3.12 on, an f-string is many tokens
@@ -144,7 +146,10 @@ def moved(before, after):
 
 
 def line_html(number, inner, kind="", sign=" "):
-    return f'<div{kind and f" class={kind}"}><i>{number}</i><b>{sign}</b><code>{inner}</code></div>'
+    """Wrapped, it goes on under its beginning: the style needs to know how far it is indented."""
+    indent = min((len(inner) - len(inner.lstrip(" "))) // 4, 3)
+    return (f'<div{kind and f" class={kind}"}><i>{number}</i><b>{sign}</b>'
+            f'<code{indent and f" class=i{indent}" or ""}>{inner}</code></div>')
 
 
 def side(version, name, body):
@@ -186,7 +191,7 @@ def with_moves(rows, left, right, moves):
             where = moves.get(line[1], ("", ""))[1 - which] if line and kind == "other" else ""
             if where and where != last:
                 extra = ["<div class=e></div>"] * 2
-                words = f"<small>    moved {'from' if which else 'to'} {where}:</small>"
+                words = f"    <small>moved {'from' if which else 'to'} {where}:</small>"
                 extra[which] = line_html("", words, "da"[which])
                 yield extra
             if line:
