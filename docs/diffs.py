@@ -315,7 +315,7 @@ def prose(text):
                           (r"(?<![\w*])\*(\w[^*]*)\*", r"<em>\1</em>"),
                           (r"\[([^]]+)\]\((#[\w-]+)\)", r'<a href="\2">\1</a>')]:
         text = re.sub(pattern, html, text)
-    return f"<p>{unbroken(text)}</p>"
+    return f"<p>{unbroken(text)}</p>\n"
 
 
 def shapes(text, before, after, is_new):
@@ -324,7 +324,7 @@ def shapes(text, before, after, is_new):
     for item in " ".join(text.split()).split("; "):
         name, value = item.split(": ", 1)
         cells = "".join(f"<td>{unbroken(escape(cell.strip()))}</td>" for cell in value.split("=>"))
-        rows += f"<tr><th scope=row>{escape(name)}</th>{cells}</tr>"
+        rows += f"<tr><th scope=row>{escape(name)}</th>{cells}</tr>\n"
     columns = [f"version {version[1]}" for version in ([after] if is_new else [before, after])]
     heads = "".join(f"<th scope=col>{column}</th>" for column in ["shape of", *columns])
     return f'<table class="shapes"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
@@ -376,7 +376,7 @@ def step(before, after):
                       if name != TOP)
     body = "".join((function if name in names and name != TOP else folded)(before, after, name)
                    for name in parts(after))
-    return f'<p class="jump">Changed or new: {links}.</p>{body}'
+    return f'<p class="jump">Changed or new: {links}.</p>\n{body}'
 
 
 MODELS = {"GPT-2 124M": (12, 12, 64, 4), "GPT-2 355M": (24, 16, 64, 4),

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"v1": "gpt2_v1.py", "v2": "gpt2_v2_padding.py", "v3": "gpt2_v3_kvcache.py",
            "v4": "gpt2_v4_prealloc.py"}
 TOP = "top of the file"
+EMPTY = "<div class=e></div>\n"                   # where the other side has a line
 
 
 def read(version):
@@ -149,7 +150,7 @@ def line_html(number, inner, kind="", sign=" "):
     """Wrapped, it goes on under its beginning: the style needs to know how far it is indented."""
     indent = min((len(inner) - len(inner.lstrip(" "))) // 4, 3)
     return (f'<div{kind and f" class={kind}"}><i>{number}</i><b>{sign}</b>'
-            f'<code{indent and f" class=i{indent}" or ""}>{inner}</code></div>')
+            f'<code{indent and f" class=i{indent}" or ""}>{inner}</code></div>\n')
 
 
 def side(version, name, body):
@@ -173,7 +174,7 @@ def column(version, lines, kind, sign, mark):
     """HTML for one side of each row; lines are (line or None, counterpart, kind of row)."""
     for line, other, row in lines:
         if line is None:
-            yield "<div class=e></div>"
+            yield EMPTY
         elif row == "same":
             yield line_html(line[0], code(version, line[0]))
         else:
@@ -190,9 +191,10 @@ def with_moves(rows, left, right, moves):
         for which, line in enumerate((old, new)):
             where = moves.get(line[1], ("", ""))[1 - which] if line and kind == "other" else ""
             if where and where != last:
-                extra = ["<div class=e></div>"] * 2
-                words = f"    <small>moved {'from' if which else 'to'} {where}:</small>"
-                extra[which] = line_html("", words, "da"[which])
+                extra = [EMPTY] * 2
+                lines = list(moves.values()).count(moves[line[1]])
+                words = f"{lines} lines moved {'from' if which else 'to'} {where}:"
+                extra[which] = line_html("", f"    <small>{words}</small>", "da"[which])
                 yield extra
             if line:
                 last = where
