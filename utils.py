@@ -457,8 +457,10 @@ def positive(text):
 
 
 def make_parser(docstring):
-    """The options of all four scripts; the first line of a script's docstring says what it is."""
-    parser = Parser(usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
+    """The options of all scripts; the first line of a script's docstring says what it is."""
+    spec = sys.modules["__main__"].__spec__           # None for a file, not so after python -m
+    parser = Parser(prog=f"python -m {spec.name}" if spec else None,
+                    usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
                     description=docstring.partition("\n")[0])
     parser.add_argument("prompts", nargs="*", metavar="prompt",
                         help="a text to continue, '' to begin with nothing; several make a "
@@ -491,12 +493,16 @@ def parse_prompts_and_options(parser):
 class Job:
     """What the command line asks for: prompts as lists of token ids, and what to run them on.
 
-    If it can't be done, the program ends here: one line on stderr, and exit status 2.
+    If it can't be done, the program ends here: one line on stderr, and exit status 2; error(line)
+    ends it so later on.
     """
 
-    def __init__(self, docstring, max_prompts):
+    def __init__(self, docstring, max_prompts, add_options):
         parser = make_parser(docstring)
-        options = parse_prompts_and_options(parser)
+        if add_options:
+            add_options(parser)
+        self.options = options = parse_prompts_and_options(parser)
+        self.error = parser.error
         self.texts, self.n_tokens_to_generate = options.prompts, options.n_tokens_to_generate
         if max_prompts and len(self.texts) > max_prompts:
             parser.error(f"{len(self.texts)} prompts, but this version takes one: put words "
@@ -544,14 +550,17 @@ def discard_output():
 
 
 @contextlib.contextmanager
-def command_line(docstring, max_prompts=None):
-    """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
+def command_line(docstring, max_prompts=None, add_options=None):
+    """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word.
+
+    add_options(parser) adds a script's own options; job.options has what was given.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook it is something else
         # UTF-8 in any locale; a prompt's bytes that are not UTF-8 go out as they came in
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     try:
         try:
-            yield Job(docstring, max_prompts)
+            yield Job(docstring, max_prompts, add_options)
         finally:
             print(end="", flush=True)             # to notice a closed pipe here, not at exit
     except KeyboardInterrupt:
