@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gpt2_v4_prealloc as v4
-from beyond import sampling
+from beyond import sampling, speculative
 from conftest import ROOT
 from gpt2_v4_prealloc import pad_batch
 from helpers import make_hparams, random_params
@@ -173,3 +173,114 @@ def test_sampling_from_the_command_line():
     assert lines[-1] == (f"drawn at temperature 1.0, top_k 50, top_p 1.0; --seed {seed} draws the "
                          f"same again")
     assert run(*command, "--seed", seed)[1] == text
+
+
+# speculative.py
+
+def counting(module, monkeypatch):
+    """A list that gets the number of positions of each pass from now on."""
+    sizes, gpt2 = [], module.gpt2
+
+    def noting(input_ids, *args, **kwargs):
+        sizes.append(input_ids.shape[1])
+        return gpt2(input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(module, "gpt2", noting)
+    return sizes
+
+
+SNIP = "Snip, snap, snout. " * 8
+REPETITIVE = [[5], [3] * 20, [1, 2, 3] * 6, [8, 4, 8, 4, 9, 8, 4], list(range(40)) + [4, 5]]
+
+
+@pytest.mark.parametrize("n_draft, ngram", [(1, 1), (8, 2), (8, 5), (100, 1)])
+def test_speculative_tokens_are_those_of_version_4(n_draft, ngram, params):
+    """To the last position of the context, on texts that repeat themselves and on others."""
+    for prompt in PROMPTS + REPETITIVE:
+        batch = pad_batch([prompt])
+        n = 81 - len(prompt)                      # T + n - 1 = 80
+        expected = v4.generate(*batch, params, N_HEAD, n)
+        actual = speculative.generate(*batch, params, N_HEAD, n, n_draft, ngram)
+        np.testing.assert_array_equal(actual, expected)
+        for few in 1, 2, 3:
+            actual = speculative.generate(*batch, params, N_HEAD, few, n_draft, ngram)
+            np.testing.assert_array_equal(actual, expected[:, :few])
+
+
+def test_speculative_on_the_bundled_model(tiny):
+    encoder, hparams, params = tiny
+    for text, n_passes in (("Once upon a time", 60), (SNIP, 48)):  # no repetition yet; at once
+        batch = pad_batch([encoder.encode(text)])
+        expected = v4.generate(*batch, params, hparams["n_head"], 60)
+        passes = list(speculative.speculate(*batch, params, hparams["n_head"], 60))
+        assert sum(passes, []) == expected[0].tolist()
+        assert len(passes) <= n_passes
+
+
+@pytest.mark.parametrize("n_draft", [1, 4, 50])
+@pytest.mark.parametrize("n_right", [0, 1, 3, 50])
+def test_whatever_is_guessed(n_draft, n_right, params, monkeypatch):
+    """Guesses whose first n_right tokens are right: as many are kept, and one token more."""
+    prompt, n = PROMPTS[0], 71
+    expected = v4.generate(*pad_batch([prompt]), params, N_HEAD, n)[0].tolist()
+    text = prompt + expected
+
+    def guess(ids, n_draft, ngram):
+        right = text[len(ids):len(ids) + n_draft]
+        return right[:n_right] + [(token + 1) % 97 for token in right[n_right:]]
+
+    monkeypatch.setattr(speculative, "look_up", guess)
+    sizes = counting(speculative, monkeypatch)
+    actual = speculative.generate(*pad_batch([prompt]), params, N_HEAD, n, n_draft)
+    assert actual.tolist() == [expected]
+    assert len(sizes) == -(-n // (min(n_draft, n_right) + 1))
+    assert sizes[0] == len(prompt) + min(n_draft, n - 1)
+    assert max(sizes[1:], default=0) <= n_draft + 1
+
+
+def test_look_up():
+    look_up = speculative.look_up
+    assert look_up([1, 2, 3, 4, 5, 1, 2], 3, 2) == [3, 4, 5]
+    assert look_up([1, 2, 3, 1, 2, 4, 1, 2], 2, 2) == [4, 1]  # the latest place
+    assert look_up([1, 2, 3, 1, 9, 2], 2, 2) == []
+    assert look_up([7, 7, 7], 4, 2) == [7, 7, 7, 7]           # on into the guess itself
+    assert look_up([1, 2, 1, 2], 5, 2) == [1, 2, 1, 2, 1]
+    assert look_up([5, 1], 3, 2) == look_up([5], 3, 1) == look_up([5], 3, 4) == []
+
+
+def test_speculative_counts_its_passes(params, monkeypatch):
+    """What speculate yields is what gpt2 was called for, and prefill is the first of it."""
+    sizes = counting(speculative, monkeypatch)
+    passes = list(speculative.speculate(*pad_batch([PROMPTS[0]]), params, N_HEAD, 71))
+    assert len(passes) == len(sizes)
+    assert sum(map(len, passes)) == 71
+
+
+def test_speculative_leaves_padding_out(params):
+    batch = pad_batch([[1] * 8, [9, 2]])
+    actual = speculative.generate(*(array[1:] for array in batch), params, N_HEAD, 30)
+    expected = v4.generate(*pad_batch([[9, 2]]), params, N_HEAD, 30)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_speculative_refuses(params):
+    with pytest.raises(ValueError, match="3 rows"):
+        speculative.generate(*pad_batch(PROMPTS), params, N_HEAD, 5)
+    for n_draft, ngram in (0, 2), (8, 0), (-1, 2):
+        with pytest.raises(ValueError, match=f"n_draft = {n_draft} and ngram = {ngram}"):
+            speculative.generate(*pad_batch(PROMPTS[:1]), params, N_HEAD, 5, n_draft, ngram)
+    for T, n in (10, 72), (3, 0):
+        with pytest.raises(ValueError, match=f"n = {n} tokens after T = {T}.* n_ctx = 80"):
+            speculative.generate(*pad_batch([[1] * T]), params, N_HEAD, n)
+    assert "2 prompts" in refused("speculative", "Once", "upon")
+    assert "--n_draft" in refused("speculative", "Once", "--n_draft", "0")
+
+
+def test_speculative_from_the_command_line(tiny):
+    encoder, hparams, params = tiny
+    expected = v4.generate(*pad_batch([encoder.encode(SNIP)]), params, hparams["n_head"], 30)
+    status, text, lines = run("speculative", SNIP, "-n", "30", "--n_draft", "5")
+    assert (status, text) == (0, SNIP + encoder.decode(expected[0]) + "\n")
+    n_passes = int(lines[-1].split()[3])
+    assert lines[-1] == f"30 tokens in {n_passes} passes: {30 - n_passes} were guessed right"
+    assert n_passes < 30
