@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gpt2_v4_prealloc as v4
-from beyond import sampling, speculative
+from beyond import sampling, sliding_window, speculative
 from conftest import ROOT
 from gpt2_v4_prealloc import pad_batch
 from helpers import make_hparams, random_params
@@ -284,3 +284,129 @@ def test_speculative_from_the_command_line(tiny):
     n_passes = int(lines[-1].split()[3])
     assert lines[-1] == f"30 tokens in {n_passes} passes: {30 - n_passes} were guessed right"
     assert n_passes < 30
+
+
+# sliding_window.py
+
+def logits_of_passes(module, monkeypatch):
+    """A list that gets, from each pass from now on, the logits [B, V] of the last position."""
+    logits, gpt2 = [], module.gpt2
+
+    def noting(*args, **kwargs):
+        result = gpt2(*args, **kwargs)
+        logits.append(result[:, -1])
+        return result
+
+    monkeypatch.setattr(module, "gpt2", noting)
+    return logits
+
+
+def banded_logits(ids, params, window, n_sinks):
+    """Logits [B, T, V] of version 4 without a cache, each query seeing its window and the sinks."""
+    query, key = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])
+    seen = (key <= query) & ((key > query - window) | (key < n_sinks))
+    mask = np.where(seen, 0, -1e10).astype(np.float32)
+    return v4.gpt2(ids, np.arange(ids.shape[1])[None], mask, None, **params, n_head=N_HEAD)
+
+
+@pytest.mark.parametrize("window, n_sinks", [
+    (1, 0), (1, 1), (2, 3), (7, 0), (7, 2), (16, 4), (5, 30), (5, 79), (39, 0), (78, 1), (79, 0)])
+@pytest.mark.parametrize("T", [1, 40])
+def test_window_logits_are_those_of_a_banded_mask(window, n_sinks, T, params, monkeypatch):
+    """At every step, for prompts shorter and longer than the window, and two rows."""
+    prompts = np.random.RandomState(1).randint(0, 97, (2, T))
+    logits = logits_of_passes(sliding_window, monkeypatch)
+    new_ids = sliding_window.generate(prompts, np.ones((2, T)), params, N_HEAD, 80 - T, window,
+                                      n_sinks)
+    expected = banded_logits(np.concatenate([prompts, new_ids], axis=-1), params, window, n_sinks)
+    expected = expected[:, T - 1:-1]              # after the prompt, and each new token but the last
+    actual = np.stack(logits[-(80 - T):], axis=1)
+    assert abs(actual - expected).max() < 1e-5 * abs(expected).max()
+    np.testing.assert_array_equal(new_ids, np.argmax(expected, axis=-1))
+    assert len(logits) == -(-T // window) + 79 - T
+
+
+def test_a_window_as_long_as_the_text_gives_the_tokens_of_version_4(params):
+    batch = pad_batch([PROMPTS[0], PROMPTS[0][::-1]])
+    expected = v4.generate(*batch, params, N_HEAD, 71)
+    for window, n_sinks in (80, 0), (80, 5), (10**15, 10**15), (30, 50), (1, 79):
+        actual = sliding_window.generate(*batch, params, N_HEAD, 71, window, n_sinks)
+        np.testing.assert_array_equal(actual, expected)
+    assert (sliding_window.generate(*batch, params, N_HEAD, 71, 20) != expected).any()
+
+
+@pytest.mark.parametrize("window", [100, 256, 300])
+def test_long_prompts_go_through_in_pieces(window, monkeypatch):
+    """Of at most 256 positions, and no longer than the window; the tokens are the same."""
+    hparams = make_hparams(n_ctx=700)
+    params = random_params(hparams)
+    prompts = np.random.RandomState(2).randint(0, 97, (1, 650))
+    logits = logits_of_passes(sliding_window, monkeypatch)
+    sizes = counting(sliding_window, monkeypatch)
+    new_ids = sliding_window.generate(prompts, np.ones((1, 650)), params, N_HEAD, 3, window, 4)
+    size = min(window, 256)
+    assert sizes == [size] * (650 // size) + [650 % size] + [1, 1]
+    expected = banded_logits(np.concatenate([prompts, new_ids], axis=-1), params, window, 4)
+    for n in range(3):
+        assert abs(logits[n - 3] - expected[:, 649 + n]).max() < 1e-5 * abs(expected).max()
+
+
+@pytest.mark.parametrize("garbage", [np.nan, 1e30])
+def test_window_cache_returns_the_positions_that_it_says(garbage):
+    """Chunks of any size, longer than the window too; each key has its position as its value."""
+    cache = sliding_window.SlidingWindowCache(2, 3, 2, window=5, head_dim=4, n_sinks=2)
+    assert cache.nbytes == 2 * 2 * 3 * 2 * (5 + 2) * 4 * 4
+    cache.keys[:] = cache.values[:] = garbage
+    start = 0
+    for T in 1, 1, 3, 1, 1, 1, 1, 9, 1, 2, 1, 1, 5, 6, 1, 7, 1:
+        new = np.arange(start, start + T, dtype=np.float32)[:, None]
+        k = np.broadcast_to(new, (3, 2, T, 4))
+        positions = cache.key_positions(start, T)
+        for layer in range(2):
+            keys, values = cache.update(layer, k, -k)
+            assert keys.shape == values.shape == (3, 2, len(positions), 4)
+            assert (keys == positions[:, None]).all() and (values == -positions[:, None]).all()
+        needed = {p for p in range(start + T) if p > start - 5 or p < 2}
+        assert needed <= set(positions.tolist())
+        assert len(set(positions.tolist())) == len(positions) <= 7 + (T if T > 1 else 0)
+        if T == 1:
+            assert np.shares_memory(keys, cache.keys) and np.shares_memory(values, cache.values)
+        start += T
+
+
+def test_window_cache_refuses_what_does_not_fit():
+    cache = sliding_window.SlidingWindowCache(1, 2, 2, window=5, head_dim=4)
+    for shape in (1, 2, 1, 4), (2, 1, 1, 4), (2, 2, 1, 1):
+        with pytest.raises(ValueError, match="don't fit"):
+            cache.update(0, np.zeros(shape), np.zeros(shape))
+    with pytest.raises(ValueError, match="don't fit"):
+        cache.update(0, np.zeros((2, 2, 1, 4)), np.zeros((2, 2, 2, 4)))
+    assert cache.lengths == [0]
+
+
+def test_window_refuses(params):
+    batch = pad_batch([PROMPTS[0]])
+    for window, n_sinks in (0, 0), (-1, 0), (5, -1):
+        with pytest.raises(ValueError, match=f"window = {window} .*n_sinks = {n_sinks} "):
+            sliding_window.generate(*batch, params, N_HEAD, 5, window, n_sinks)
+    with pytest.raises(ValueError, match="10  2  4. tokens.*equal length"):
+        sliding_window.generate(*pad_batch(PROMPTS), params, N_HEAD, 5, 8)
+    for T, n in (10, 72), (3, 0):
+        with pytest.raises(ValueError, match=f"n = {n} tokens after T = {T}.* n_ctx = 80"):
+            sliding_window.generate(*pad_batch([[1] * T]), params, N_HEAD, n, 8)
+    assert "equal length" in refused("sliding_window", "Once upon a time", "The")
+    assert "n_sinks = -1" in refused("sliding_window", "Once", "--n_sinks", "-1")
+
+
+def test_window_from_the_command_line(tiny):
+    encoder, hparams, params = tiny
+    texts = "Once upon a time", "Twice upon a day"
+    prompts = [encoder.encode(text)[-4:] for text in texts]
+    texts = [encoder.decode(prompt) for prompt in prompts]
+    expected = sliding_window.generate(*pad_batch(prompts), params, hparams["n_head"], 20, 8, 2)
+    status, text, lines = run("sliding_window", *texts, "-n", "20", "--window", "8",
+                              "--n_sinks", "2")
+    assert status == 0
+    assert text == "\n\n".join(text + encoder.decode(ids)
+                               for text, ids in zip(texts, expected)) + "\n"
+    assert lines[-1] == f"the cache kept 10 of {len(prompts[0]) + 19} positions"
