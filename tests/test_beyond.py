@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gpt2_v4_prealloc as v4
-from beyond import sampling, sliding_window, speculative
+from beyond import quantized, sampling, sliding_window, speculative
 from conftest import ROOT
 from gpt2_v4_prealloc import pad_batch
 from helpers import make_hparams, random_params
@@ -34,6 +34,11 @@ def run(name, *arguments):
     result = subprocess.run([sys.executable, "-m", f"beyond.{name}", *arguments], cwd=ROOT,
                             capture_output=True, timeout=60, env=environment, encoding="utf-8")
     return result.returncode, result.stdout, result.stderr.splitlines()
+
+
+def printed(texts, new_ids, encoder):
+    """What a program prints: each text with its continuation."""
+    return "\n\n".join(text + encoder.decode(ids) for text, ids in zip(texts, new_ids)) + "\n"
 
 
 def refused(name, *arguments):
@@ -280,7 +285,7 @@ def test_speculative_from_the_command_line(tiny):
     encoder, hparams, params = tiny
     expected = v4.generate(*pad_batch([encoder.encode(SNIP)]), params, hparams["n_head"], 30)
     status, text, lines = run("speculative", SNIP, "-n", "30", "--n_draft", "5")
-    assert (status, text) == (0, SNIP + encoder.decode(expected[0]) + "\n")
+    assert (status, text) == (0, printed([SNIP], expected, encoder))
     n_passes = int(lines[-1].split()[3])
     assert lines[-1] == f"30 tokens in {n_passes} passes: {30 - n_passes} were guessed right"
     assert n_passes < 30
@@ -319,7 +324,7 @@ def test_window_logits_are_those_of_a_banded_mask(window, n_sinks, T, params, mo
     new_ids = sliding_window.generate(prompts, np.ones((2, T)), params, N_HEAD, 80 - T, window,
                                       n_sinks)
     expected = banded_logits(np.concatenate([prompts, new_ids], axis=-1), params, window, n_sinks)
-    expected = expected[:, T - 1:-1]              # after the prompt, and each new token but the last
+    expected = expected[:, T - 1:-1]              # from the prompt's end on; not the last token's
     actual = np.stack(logits[-(80 - T):], axis=1)
     assert abs(actual - expected).max() < 1e-5 * abs(expected).max()
     np.testing.assert_array_equal(new_ids, np.argmax(expected, axis=-1))
@@ -406,7 +411,193 @@ def test_window_from_the_command_line(tiny):
     expected = sliding_window.generate(*pad_batch(prompts), params, hparams["n_head"], 20, 8, 2)
     status, text, lines = run("sliding_window", *texts, "-n", "20", "--window", "8",
                               "--n_sinks", "2")
-    assert status == 0
-    assert text == "\n\n".join(text + encoder.decode(ids)
-                               for text, ids in zip(texts, expected)) + "\n"
+    assert (status, text) == (0, printed(texts, expected, encoder))
     assert lines[-1] == f"the cache kept 10 of {len(prompts[0]) + 19} positions"
+
+
+# quantized.py
+
+FORMATS = [(dtype, scales) for dtype in ("fp8", "int8") for scales in ("position", "head")]
+NUMBERS = {"fp8": quantized.E4M3[np.isfinite(quantized.E4M3)], "int8": np.arange(-127, 128)}
+
+
+def test_e4m3_is_that_of_pytorch(elsewhere):
+    """All 256 codes, NaN and -0 too; rounding of these, of midpoints, and of their sides."""
+    assert quantized.E4M3.dtype == np.float32
+    np.testing.assert_array_equal(quantized.E4M3, elsewhere["e4m3"])
+    np.testing.assert_array_equal(np.signbit(quantized.E4M3), np.arange(256) >= 128)
+    rounded = quantized.E4M3[quantized.encode(elsewhere["values"], "fp8")]
+    np.testing.assert_array_equal(rounded, elsewhere["rounded"])
+    np.testing.assert_array_equal(np.signbit(rounded), np.signbit(elsewhere["rounded"]))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_what_is_too_large_saturates(dtype):
+    largest = quantized.LARGEST[dtype]
+    x = np.array([largest, 1.2 * largest, 1e30, np.inf], dtype=np.float32)
+    one = np.ones(4, dtype=np.float32)
+    decoded = quantized.decode(quantized.encode(np.concatenate([x, -x]), dtype), 1, dtype)
+    np.testing.assert_array_equal(decoded, np.concatenate([largest * one, -largest * one]))
+
+
+def test_int8_rounds_to_the_nearest_and_ties_to_even():
+    x = np.array([-126.6, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.4, 126.5], dtype=np.float32)
+    codes = quantized.encode(x, "int8")
+    assert codes.dtype == np.int8
+    np.testing.assert_array_equal(codes, [-127, -2, -2, 0, 0, 2, 2, 3, 126])
+
+
+@pytest.mark.parametrize("dtype, scales", FORMATS)
+def test_quantized_cache_returns_the_nearest_numbers(dtype, scales):
+    """Of each position, or of the first write: its largest value exactly, the others rounded."""
+    random = np.random.RandomState(0)
+    k, v = (random.randn(2, 3, 5, 4) * 10.0**random.randint(-3, 3, (2, 3, 5, 1)) for _ in range(2))
+    k, v = k.astype(np.float32), v.astype(np.float32)
+    cache = quantized.QuantizedKVCache(2, 2, 3, 8, 4, dtype, scales)
+    for layer in 0, 1:
+        results = cache.update(layer, k, v)
+    for x, actual in zip((k, v), results):
+        assert actual.dtype == np.float32
+        scale = abs(x).max(axis=-1 if scales == "position" else (-2, -1), keepdims=True)
+        scale = scale / quantized.LARGEST[dtype]
+        distance = abs(x[..., None] / scale[..., None] - NUMBERS[dtype])
+        nearest = NUMBERS[dtype][np.argmin(distance, axis=-1)]
+        np.testing.assert_allclose(actual, nearest * scale, rtol=1e-6)
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_scales_of_a_head_come_from_the_first_write(dtype):
+    """Later values saturate; after reset there is another first write."""
+    cache = quantized.QuantizedKVCache(1, 1, 2, 8, 1, dtype, "head")
+    first = np.array([[[[1.0], [-4.0]], [[0.5], [0.25]]]], dtype=np.float32)  # [1, 2, 2, 1]
+    later = np.array([[[[100.0]], [[-3.0]]]], dtype=np.float32)
+    cache.update(0, first, 2 * first)
+    keys, values = cache.update(0, later, later)
+    np.testing.assert_allclose(keys[0, :, 2, 0], [4, -0.5], rtol=1e-6)
+    np.testing.assert_allclose(values[0, :, 2, 0], [8, -1], rtol=1e-6)
+    np.testing.assert_allclose(keys[0, :, 0, 0], [1, 0.5], rtol=0.07)
+    cache.reset()
+    keys, _ = cache.update(0, later, later)
+    np.testing.assert_allclose(keys, later, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, scales", FORMATS)
+def test_a_head_of_all_zeros(dtype, scales):
+    cache = quantized.QuantizedKVCache(1, 1, 2, 8, 4, dtype, scales)
+    zeros, tiny = np.zeros((1, 2, 3, 4), dtype=np.float32), np.full((1, 2, 1, 4), np.float32(1e-45))
+    with np.errstate(all="raise", under="ignore"):
+        for x in zeros, tiny, np.ones_like(tiny):
+            keys, values = cache.update(0, x, x)
+    assert (keys[:, :, :3] == 0).all() and (values[:, :, :4] == 0).all()
+    np.testing.assert_array_equal(keys[:, :, 4], 1)
+
+
+@pytest.mark.parametrize("dtype, scales", FORMATS)
+def test_quantized_bytes(dtype, scales):
+    """A quarter of float32's, and the scales."""
+    cache = quantized.QuantizedKVCache(3, 2, 4, 50, 64, dtype, scales)
+    n_scales = 2 * 3 * 2 * 4 * (50 if scales == "position" else 1)
+    assert cache.nbytes == v4.kv_cache_bytes(3, 2, 50, 4, 64) // 4 + 4 * n_scales
+
+
+@pytest.mark.parametrize("dtype, scales", FORMATS)
+def test_quantized_cache_refuses_what_does_not_fit(dtype, scales):
+    cache = quantized.QuantizedKVCache(1, 2, 3, 4, 5, dtype, scales)
+    k = np.random.RandomState(0).randn(2, 3, 3, 5).astype(np.float32)
+    before = cache.update(0, k, k)
+    right = np.ones((2, 3, 1, 5))
+    for wrong in map(np.ones, [(1, 3, 1, 5), (2, 1, 1, 5), (2, 3, 1, 4), (2, 3, 2, 5)]):
+        for pair in (wrong, right), (right, wrong):
+            with pytest.raises(ValueError, match="fit|capacity"):
+                cache.update(0, *pair)
+    with pytest.raises(ValueError, match="5 positions exceed the cache's capacity of 4"):
+        cache.update(0, np.ones((2, 3, 2, 5)), np.ones((2, 3, 2, 5)))
+    assert cache.length == 3
+    after = cache.update(0, k[:, :, :1], k[:, :, :1])
+    np.testing.assert_array_equal(after[0][:, :, :3], before[0])
+    np.testing.assert_array_equal(after[1][:, :, :3], before[1])
+    for wrong in {"dtype": "fp16"}, {"scales": "layer"}:
+        with pytest.raises(ValueError, match=str(*wrong.values())):
+            quantized.QuantizedKVCache(1, 2, 3, 4, 5, **wrong)
+
+
+@pytest.fixture(scope="module")
+def float32_run(tiny):
+    """Ids [1, 120] of a greedy text of the bundled model, and version 4's logits [119, V]."""
+    encoder, hparams, params = tiny
+    input_ids, attention_mask = pad_batch([encoder.encode("Once upon a time there was a king")])
+    new_ids = v4.generate(input_ids, attention_mask, params, hparams["n_head"],
+                          120 - input_ids.shape[1])
+    ids = np.concatenate([input_ids, new_ids], axis=-1)
+    return ids, logits_with(v4.KVCache(4, 1, 4, 119, 64), ids, params)
+
+
+def in_other_units(params):
+    """The same model, with keys and values of very different size in its four heads.
+
+    Queries and the output projection make up for it, and powers of 2 are exact: equal logits.
+    """
+    units = (2.0**np.array([0, -6, -12, -18], dtype=np.float32))[:, None]  # [H, 1]
+    factors = np.stack([1 / units, units, units])                # [3, H, 1], for q, k and v
+    blocks = []
+    for block in params["blocks"]:
+        c_attn, c_proj = block["attn"]["c_attn"], block["attn"]["c_proj"]
+        attn = {"c_attn": {name: (array.reshape(-1, 3, 4, 64) * factors).reshape(array.shape)
+                           for name, array in c_attn.items()},
+                "c_proj": c_proj | {"w": c_proj["w"] / np.repeat(units, 64, axis=0)}}
+        blocks.append(block | {"attn": attn})
+    return params | {"blocks": blocks}
+
+
+def logits_with(cache, ids, params):
+    """Logits [T - 1, V] of the bundled model: 8 positions in one pass, then one a pass."""
+    logits = []
+    for start, stop in [(0, 8), *((n, n + 1) for n in range(8, ids.shape[1] - 1))]:
+        pos_ids = np.arange(start, stop)
+        mask = np.where(np.arange(stop) <= pos_ids[:, None], 0, -1e10).astype(np.float32)
+        logits.append(v4.gpt2(ids[:, start:stop], pos_ids[None], mask, cache, **params, n_head=4))
+    return np.concatenate(logits, axis=1)[0]
+
+
+@pytest.mark.parametrize("dtype, scales, bound", [
+    ("fp8", "position", 0.016), ("int8", "position", 0.004), ("fp8", "head", 0.05),
+    ("int8", "head", 0.05)])
+def test_logit_error(dtype, scales, bound, float32_run, tiny):
+    """Root mean square over the logits' spread: a wrong scale breaks it, or one for all heads."""
+    ids, expected = float32_run
+    cache = quantized.QuantizedKVCache(4, 1, 4, 119, 64, dtype, scales)
+    error = logits_with(cache, ids, in_other_units(tiny[2])) - expected
+    assert 0 < np.sqrt((error**2).mean()) / expected.std() < bound
+
+
+@pytest.mark.parametrize("dtype, scales", FORMATS)
+def test_quantized_generate(dtype, scales, params):
+    """Version 4's with this cache; the first token of a prompt hardly depends on it."""
+    batch = pad_batch(PROMPTS)
+    cache = quantized.QuantizedKVCache(2, 3, 4, 80, 8, dtype, scales)
+    expected = v4.generate(*batch, params, N_HEAD, 71, cache)
+    actual = quantized.generate(*batch, params, N_HEAD, 71, dtype, scales)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_quantized_generate_refuses(params):
+    for T, n in (10, 72), (3, 0), (3, -9), (3, 10**15):
+        with pytest.raises(ValueError, match=f"n = {n} tokens after T = {T}.* n_ctx = 80"):
+            quantized.generate(*pad_batch([[1] * T]), params, N_HEAD, n)
+    with pytest.raises(ValueError, match="fp16"):
+        quantized.generate(*pad_batch(PROMPTS), params, N_HEAD, 5, "fp16")
+    assert "--dtype" in refused("quantized", "Once", "--dtype", "fp16")
+
+
+def test_quantized_from_the_command_line(tiny):
+    encoder, hparams, params = tiny
+    texts = ["Once upon a time", "The king"]
+    batch = pad_batch([encoder.encode(text) for text in texts])
+    new_ids = quantized.generate(*batch, params, hparams["n_head"], 10, "int8", "head")
+    command = "quantized", *texts, "-n", "10", "--dtype", "int8", "--scales", "head"
+    status, text, lines = run(*command)
+    assert (status, text) == (0, printed(texts, new_ids, encoder))
+    values = v4.kv_cache_bytes(4, 2, batch[0].shape[1] + 9, 4, 64)
+    assert lines[-1] == (f"the cache took {values // 4 + 4 * 2 * 4 * 2 * 4:,} bytes; in float32 it "
+                         f"takes {values:,}")
