@@ -279,10 +279,16 @@ def positive(text):
     return number
 
 
+def program():
+    """How a script is called: by its file's name, or as python -m beyond.NAME."""
+    path = Path(sys.argv[0])
+    return f"python -m beyond.{path.stem}" if path.parent.name == "beyond" else path.name
+
+
 def make_parser(docstring):
-    """The options of all four scripts; the first line of a script's docstring says what it is."""
-    parser = Parser(usage="%(prog)s [options] prompt [prompt ...]", allow_abbrev=False,
-                    description=docstring.partition("\n")[0])
+    """The options of all scripts; the first line of a script's docstring says what it is."""
+    parser = Parser(prog=program(), usage="%(prog)s [options] prompt [prompt ...]",
+                    allow_abbrev=False, description=docstring.partition("\n")[0])
     parser.add_argument("prompts", nargs="*", metavar="prompt",
                         help="a text to continue, '' to begin with nothing, - to read one from "
                              "standard input; several make a batch, from version 2 on")
@@ -331,12 +337,16 @@ def read_stdin(parser):
 class Job:
     """What the command line asks for: prompts as lists of token ids, and what to run them on.
 
-    If it can't be done, the program ends here: one line on stderr, and exit status 2.
+    If it can't be done, the program ends here: one line on stderr, and exit status 2; error(line)
+    ends it so later on.
     """
 
-    def __init__(self, docstring, max_prompts):
+    def __init__(self, docstring, max_prompts, add_options):
         parser = make_parser(docstring)
-        options = parse_prompts_and_options(parser)
+        if add_options:
+            add_options(parser)
+        self.options = options = parse_prompts_and_options(parser)
+        self.error = parser.error
         self.texts, self.n_tokens_to_generate = options.prompts, options.n_tokens_to_generate
         if max_prompts and len(self.texts) > max_prompts:
             parser.error(f"{len(self.texts)} prompts, but this version takes one: put words "
@@ -400,25 +410,27 @@ def writing():
     except BrokenPipeError:                       # command_line knows what to do
         raise
     except OSError as error:
-        print(f"{Path(sys.argv[0]).name}: error: can't write the text: {error.strerror}",
-              file=sys.stderr)
+        print(f"{program()}: error: can't write the text: {error.strerror}", file=sys.stderr)
         discard_output()
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def command_line(docstring, max_prompts=None):
-    """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word."""
+def command_line(docstring, max_prompts=None, add_options=None):
+    """Yield the Job of this command line; Ctrl-C and a closed pipe end it without a word.
+
+    add_options(parser) adds a script's own options; job.options has what was given.
+    """
     if sys.stderr is None:                        # closed: nobody wants to hear of the progress
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: standard output, for the text, is closed")
+        sys.exit(f"{program()}: error: standard output, for the text, is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook it is something else
         # UTF-8 in any locale; a prompt's bytes that are not UTF-8 go out as they came in
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     try:
         try:
-            yield Job(docstring, max_prompts)
+            yield Job(docstring, max_prompts, add_options)
         finally:
             with writing():
                 print(end="", flush=True)         # to notice a closed pipe here, not at exit
