@@ -5,6 +5,7 @@
     python benchmark.py concat    growing a cache by np.concatenate, or writing into a slice
     python benchmark.py memory    how much a cache takes, reserves, and makes a step read
     python benchmark.py peers     version 4 beside Hugging Face Transformers and CTranslate2
+    python benchmark.py beyond    what the five ideas of beyond/ cost and save
 
 Prints Markdown tables; progress goes to stderr. Times are medians of several runs, after a warm-up.
 Let the machine do nothing else meanwhile: threads that wait for each other are very slow. --plot
@@ -47,6 +48,7 @@ PEERS_NEED = {"torch": "torch", "transformers": "transformers.models.gpt2.modeli
               "ctranslate2": "ctranslate2"}
 GPT2_SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280),
               "1558M": (48, 25, 1600)}            # OpenAI's: n_layer, n_head, n_embd
+PROMPTS, ANSWERS = (12, 25, 31, 60, 88, 150, 240, 600), (40, 200, 15, 120, 300, 64, 90, 32)
 MIB = 2**20
 CONTEXTS = 128, 512, 1024, 2048, 8192, 32768
 CONTEXT_OF = {"Qwen3-0.6B": 32768, "Llama 3 8B": 8192}  # GPT-2's is 1,024
@@ -104,8 +106,8 @@ def noting(function, note):
 class Model:
     """The params to measure with, and random prompts for them."""
 
-    def __init__(self, name, params, n_head):
-        self.name, self.params, self.n_head = name, params, n_head
+    def __init__(self, name, params, n_head, encoder=None):
+        self.name, self.params, self.n_head, self.encoder = name, params, n_head, encoder
         self.n_vocab, self.n_embd = params["wte"].shape
         self.n_ctx, self.n_layer = len(params["wpe"]), len(params["blocks"])
 
@@ -141,11 +143,11 @@ def load_model(options):
         hparams = {"n_vocab": 50257, "n_ctx": 1024, "n_embd": n_embd, "n_layer": n_layer}
         return Model(f"random {options.random}", random_params(hparams), n_head)
     try:
-        _, hparams, params = utils.load_encoder_hparams_and_params(
+        encoder, hparams, params = utils.load_encoder_hparams_and_params(
             options.model, options.models_dir)
     except (ValueError, utils.DownloadError) as error:
         fail(error)
-    return Model(options.model, params, hparams["n_head"])
+    return Model(options.model, params, hparams["n_head"], encoder)
 
 
 def machine():
@@ -277,9 +279,8 @@ def print_by_length():
 
 
 def print_reserved():
-    prompts, answers = (12, 25, 31, 60, 88, 150, 240, 600), (40, 200, 15, 120, 300, 64, 90, 32)
-    capacity = max(prompts) + max(answers) - 1    # of each row: lengths are in tokens
-    lines = [(T, n, capacity, T + n - 1) for T, n in zip(prompts, answers)]
+    capacity = max(PROMPTS) + max(ANSWERS) - 1    # of each row
+    lines = [(T, n, capacity, T + n - 1) for T, n in zip(PROMPTS, ANSWERS)]
     lines += [("all", "", len(lines) * capacity, sum(used for *_, used in lines))]
     mib = BYTES_PER_TOKEN["GPT-2 124M"] / MIB
     print_table("Eight requests in one batch, GPT-2 124M: positions and MiB, reserved and used",
@@ -343,7 +344,8 @@ def load_from_docs(name):
 
 COMMANDS = {"cache": measure_cache, "steps": measure_steps, "concat": measure_concat,
             "memory": measure_memory,
-            "peers": lambda options, model: load_from_docs("peers").measure(options, model)}
+            "peers": lambda options, model: load_from_docs("peers").measure(options, model),
+            "beyond": lambda options, model: load_from_docs("measure_beyond").measure(options, model)}
 
 
 def parse_options():
@@ -359,10 +361,10 @@ def parse_options():
     parser.add_argument("--runs", type=utils.positive, default=3, metavar="N",
                         help="how many runs to take the median of (default: 3)")
     parser.add_argument("--plot", action="store_true",
-                        help="draw docs/steps.png or docs/memory.png as well")
+                        help="draw docs/steps.png, memory.png, or those of beyond as well")
     options = parser.parse_args()
-    if options.plot and options.command not in ("steps", "memory"):
-        parser.error("--plot is for steps and memory")
+    if options.plot and options.command not in ("steps", "memory", "beyond"):
+        parser.error("--plot is for steps, memory and beyond")
     return options
 
 
@@ -373,7 +375,8 @@ def measure(options):
     import_packages(PLOT_NEEDS if options.plot else {})
     import_packages(PEERS_NEED if options.command == "peers" else {})
     options.plots = load_from_docs("plots") if options.plot else None
-    positions = {"cache": options.prompt, "steps": 10 + 9, "peers": 10 + 31}.get(options.command)
+    positions = {"cache": options.prompt, "steps": 10 + 9, "peers": 10 + 31,
+                 "beyond": 512}.get(options.command)
     model = load_model(options) if positions else None
     if model and positions > model.n_ctx:
         fail(f"{options.command} takes {positions} tokens here, more than the model's context of "

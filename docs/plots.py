@@ -1,10 +1,11 @@
-"""Draw steps.png and memory.png, for benchmark.py steps --plot and memory --plot. Needs matplotlib.
+"""Draw the pictures of benchmark.py's --plot. Needs matplotlib.
 
 OSError if a picture can't be written.
 """
 import sys
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 COLORS = {"v2": "tab:red", "v3": "tab:orange", "v4": "tab:blue"}
@@ -36,6 +37,34 @@ def draw_memory(sizes):
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.legend()
     save(figure, "memory.png")
+
+
+def draw_errors(title, errors):
+    """errors: {(format, what has a scale): the error of the logits at each step}."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axis = figure.subplots()
+    for (dtype, scales), values in errors.items():
+        smooth = np.convolve(values, np.full(25, 1 / 25), "valid")
+        axis.plot(np.arange(len(smooth)) + 25, 100 * smooth, "-" if scales == "position" else "--",
+                  color={"fp8": "tab:red", "int8": "tab:blue"}[dtype],
+                  label=f"{dtype}, a scale for each {scales}")
+    axis.set(xlabel="decode step", ylabel="error of the logits in %, mean of 25 steps", ylim=0)
+    axis.set_title(title)
+    axis.legend()
+    save(figure, "quantized.png")
+
+
+def draw_requests(title, reserved, taken, held):
+    """Bytes that a padded batch reserves, and that pages take and hold in each pass."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(reserved / 2**20, color="tab:orange", label="version 4: reserved throughout")
+    axis.plot(np.array(taken) / 2**20, color="tab:blue", label="pages: allocated")
+    axis.plot(np.array(held) / 2**20, ":", color="black", label="pages: used")
+    axis.set(xlabel="pass", ylabel="MiB of cache for eight requests", ylim=0)
+    axis.set_title(title)
+    axis.legend()
+    save(figure, "paged.png")
 
 
 def save(figure, name):
