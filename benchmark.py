@@ -344,8 +344,8 @@ def load_from_docs(name):
 
 COMMANDS = {"cache": measure_cache, "steps": measure_steps, "concat": measure_concat,
             "memory": measure_memory,
-            "peers": lambda options, model: load_from_docs("peers").measure(options, model),
-            "beyond": lambda options, model: load_from_docs("measure_beyond").measure(options, model)}
+            "peers": lambda *arguments: load_from_docs("peers").measure(*arguments),
+            "beyond": lambda *arguments: load_from_docs("measure_beyond").measure(*arguments)}
 
 
 def parse_options():

@@ -11,6 +11,9 @@ from gpt2_v4_prealloc import KVCache, gpt2, kv_cache_bytes
 
 # eight requests, those of benchmark.py memory: the length of the prompt, and of the answer
 REQUESTS = list(zip(benchmark.PROMPTS, benchmark.ANSWERS))
+# prompts for a model that knows words; one of random weights gets random tokens
+TALE = "Once upon a time there lived a king who had three sons, and they were all very clever. "
+REFRAIN = "The mouse ran up the hill, and the cat ran after the mouse. "
 
 
 def measure(options, model):
@@ -40,9 +43,14 @@ def step(model, cache, ids, start):
                 logits_to_keep=1)[0, -1]
 
 
+def tale(model, T):
+    """A prompt [1, T]."""
+    return np.array([model.encoder.encode(TALE)[:T]]) if model.encoder else model.prompts(1, T)[0]
+
+
 def greedy_logits(model, n):
-    """Logits [n, V] of n greedy steps after a prompt of 10."""
-    cache, ids, logits = new_cache(model, 1, 9 + n), model.prompts(1, 10)[0], []
+    """Logits [n, V] of n greedy steps after a prompt of 16."""
+    cache, ids, logits = new_cache(model, 1, 15 + n), tale(model, 16), []
     for _ in range(n):
         logits.append(step(model, cache, ids, cache.length))
         ids = np.argmax(logits[-1])[None, None]
@@ -63,13 +71,9 @@ def measure_sampling(_, model):
 
 
 def measure_speculative(options, model):
-    """After a prompt that repeats itself, five times the same 20 tokens, and one that does not."""
-    refrain, rows = model.prompts(1, 20)[0], []
-    texts = {"repeats itself": np.tile(refrain, 5), "does not": model.prompts(1, 100)[0]}
-    if model.encoder:
-        texts = {name: np.array([model.encoder.encode(text)]) for name, text in {
-            "repeats itself": "The mouse ran up the hill, and the cat ran after the mouse. " * 5,
-            "does not": "Once upon a time"}.items()}
+    """After a prompt that repeats itself, five times the same sentence, and one that does not."""
+    refrain = model.encoder.encode(REFRAIN) if model.encoder else model.prompts(1, 20)[0][0]
+    texts, rows = {"repeats itself": np.tile(refrain, (1, 5)), "does not": tale(model, 16)}, []
     for name, ids in texts.items():
         batch, n = (ids, np.ones_like(ids)), min(200, model.n_ctx - ids.shape[1] + 1)
         for n_draft in 4, 8, 16:
@@ -92,11 +96,8 @@ def measure_speculative(options, model):
 
 def measure_sliding_window(_, model):
     """Bytes and step time at the end of the context, and where greedy text begins to differ."""
-    ids, mask = model.prompts(1, 10)
-    if model.encoder:
-        ids = np.array([model.encoder.encode("Once upon a time")])
-        mask = np.ones_like(ids)
-    n, rows = model.n_ctx - ids.shape[1] - 14, []
+    ids, n, rows = tale(model, 16), min(1000, model.n_ctx) - 16 - 10, []
+    mask = np.ones_like(ids)
     expected, times, _ = model.generate(gpt2_v4_prealloc, (ids, mask), n)
     for window, n_sinks in [(n + 99, 0)] + [(window, n_sinks) for window in (256, 128, 64, 32)
                                             for n_sinks in (0, 4)]:
@@ -109,9 +110,9 @@ def measure_sliding_window(_, model):
         rows.append([f"{window}" if window < n else "all", f"{n_sinks}",
                      f"{cache.nbytes / MIB:.1f}", f"{1000 * seconds:.1f}",
                      f"{differ[0] if len(differ) else n} of {n}"])
-    print_table(f"A sliding window, {model.name}: MiB of cache, ms for a decode step at the end of "
-                f"the context, new tokens until the first that is not version 4's (whose step takes "
-                f"{1000 * np.median(times[-10:]):.1f} ms)",
+    print_table(f"A sliding window, {model.name}: MiB of cache; ms for a decode step at the end of "
+                f"the context, where version 4's takes {1000 * np.median(times[-10:]):.1f}; new "
+                f"tokens until the first that is not version 4's",
                 ["window", "sinks", "MiB", "ms a step", "tokens that stay"], rows)
 
 
@@ -130,13 +131,13 @@ QUANTIZED = [("fp8", "position"), ("int8", "position"), ("fp8", "head"), ("int8"
 
 def measure_quantized(options, model):
     """The same tokens, greedy ones of the float32 cache, through all caches."""
-    n = min(1000, model.n_ctx - 10)
-    caches = {None: new_cache(model, 1, 10 + n)} | {
-        settings: new_cache(model, 1, 10 + n, quantized.QuantizedKVCache, dtype=settings[0],
+    n = min(1000, model.n_ctx - 16)
+    caches = {None: new_cache(model, 1, 16 + n)} | {
+        settings: new_cache(model, 1, 16 + n, quantized.QuantizedKVCache, dtype=settings[0],
                             scales=settings[1]) for settings in QUANTIZED}
-    ids, seconds = model.prompts(1, 10)[0], {settings: [] for settings in caches}
+    ids, seconds = tale(model, 16), {settings: [] for settings in caches}
     errors, stays = ({settings: [] for settings in QUANTIZED} for _ in range(2))
-    for start in [0, *range(10, 10 + n)]:
+    for start in [0, *range(16, 16 + n)]:
         logits = {}
         for settings, cache in caches.items():
             logits[settings], time_taken = timed(step, model, cache, ids, start)

@@ -100,7 +100,7 @@ JSON_FAULTS = [  # (folder, file, edit, what the line says)
     (MODERN, "tokenizer.json", add_token(content="<|endoftext|>", id=0), "is there twice"),
     (MODERN, "tokenizer_config.json", put("split_special_tokens", value=True), "split_special"),
     (MODERN, "tokenizer_config.json", put("add_prefix_space", value=True), "add_prefix_space"),
-    (MODERN, "tokenizer_config.json", put("added_tokens_decoder", value={"280": ADDED}), "not those of"),
+    (MODERN, "tokenizer_config.json", put("added_tokens_decoder", value={"280": ADDED}), "not those"),
     (MODERN, "tokenizer_config.json", put("added_tokens_decoder", value=[1]), "not an object"),
     (MODERN, "tokenizer_config.json", put("pad_token", value="<new>"), "'<new>' has the id 280"),
     (OLD, "added_tokens.json", put("<|user|>", value=290), "added_tokens.json: .*290, but Transf"),

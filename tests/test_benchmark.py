@@ -159,7 +159,7 @@ def test_larger_models(call):
 @pytest.mark.parametrize("arguments, says", [
     (["cache", "--model", "124N"], "'124N'"), (["nothing"], "nothing"),
     (["cache", "--model", "124M", "--random", "124M"], "not allowed"),
-    (["concat", "--plot"], "steps and memory"), (["peers", "--runs", "0"], "'0'"),
+    (["concat", "--plot"], "steps, memory and beyond"), (["peers", "--runs", "0"], "'0'"),
     (["cache", "--model", str(ROOT / "tests")], "config.json")])
 def test_a_mistake_is_one_line(call, arguments, says):
     assert_one_line(call(*arguments), says)
@@ -305,3 +305,19 @@ def test_a_programming_error_keeps_its_traceback(call, monkeypatch, error):
     monkeypatch.setitem(benchmark.COMMANDS, "memory", fails)
     with pytest.raises(error, match="a bug"):
         call("memory")
+
+
+def test_beyond(capsys):
+    """On a small model: five tables, whose bytes are those of the formula."""
+    model = benchmark.Model("small", random_params(make_hparams(n_ctx=128)), 4)
+    options = types.SimpleNamespace(runs=1, plots=None)
+    benchmark.load_from_docs("measure_beyond").measure(options, model)
+    output = capsys.readouterr().out
+    titles = re.findall("^(Sampling|Prompt lookup|A sliding window|8 bits|Eight requests), small",
+                        output, re.MULTILINE)
+    assert titles == ["Sampling", "Prompt lookup", "A sliding window", "8 bits", "Eight requests"]
+    # 2 * 2 layers * 128 positions * 32 values * 4 bytes are 65,536, 1/16 MiB
+    assert "| float32 |  | 0.1 |" in output and "| all | 0 | 0.1 |" in output
+    # the requests' lengths, an eighth of 7,192 and 2,059 positions, rounded down in each place
+    assert re.search(r"\| version 4 \| 0\.4 \| 2\d% \|", output)
+    assert int(re.search(r"\| pages \| 0\.\d \| (\d+)% \|", output)[1]) > 60

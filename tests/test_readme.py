@@ -54,8 +54,9 @@ def test_from_python(tiny):
     with contextlib.redirect_stdout(output):
         exec(block, {})
     encoder, hparams, params = tiny
-    expected = [encoder.decode(gpt2_v1.generate(encoder.encode(prompt), params, hparams["n_head"], 20))
-                for prompt in ("Once upon a time", "The wolf")]
+    prompts = [encoder.encode(text) for text in ("Once upon a time", "The wolf")]
+    expected = [encoder.decode(gpt2_v1.generate(ids, params, hparams["n_head"], 20))
+                for ids in prompts]
     assert output.getvalue() == "".join(f"{text}\n" for text in expected)
 
 
