@@ -64,6 +64,8 @@ def cut(text, tokens):
             start = SPACE_BEFORE.match(text, end, max(start, end)).start()
         if token.rstrip:
             stop = SPACE_AFTER.match(text, stop).end()
+        if start >= stop:                         # white space that another token has taken
+            continue
         if start > end:
             parts.append(text[end:start])
         parts.append(token)
@@ -198,8 +200,13 @@ FITTING = {"normalizer": [None], "pre_tokenizer.type": ["ByteLevel"],
            "model.end_of_word_suffix": [None, ""], "decoder.type": [None, "ByteLevel"]}
 # and of these two, if there are bytes without a token, for then they are in use
 FITTING_WITHOUT_ALL_BYTES = {"model.unk_token": [None], "model.byte_fallback": [None, False]}
-# classes of Transformers that take all settings from tokenizer.json; others have their own
+# Transformers' classes that take all settings from tokenizer.json; GPT-2's has its own, and so have
+# others, for other models
 GENERIC_CLASSES = "TokenizersBackend", "PreTrainedTokenizerFast"
+CONFIG_FITTING = {"tokenizer_class": [*GENERIC_CLASSES, "GPT2TokenizerFast", None, "GPT2Tokenizer"],
+                  "split_special_tokens": [None, False], "fast_tokenizer_files": [None]}
+# roles of tokens, in the order in which Transformers numbers those that have no id yet
+ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
 
 def read_text(path):
@@ -225,31 +232,33 @@ def read_json(path):
 def load_encoder(folder):
     """Read an Encoder from tokenizer.json or, without one, from vocab.json and merges.txt.
 
-    tokenizer_config.json and added_tokens.json, if they are there, have added tokens. ValueError,
-    with the path, for whatever is wrong, or would make other ids than this tokenizer does.
+    Added tokens are in tokenizer.json, tokenizer_config.json or added_tokens.json. ValueError, with
+    the path, for whatever is wrong, or would make other ids than this tokenizer does.
     """
     folder = Path(folder)
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    if config.get("split_special_tokens"):
-        raise ValueError(f"{config_path}: split_special_tokens is set; these scripts can't do that")
-    config_added = read_added_tokens(config_path, config.get("added_tokens_decoder", {}))
-    is_generic = config.get("tokenizer_class") in GENERIC_CLASSES
+    config = read_tokenizer_config(folder)
+    is_generic = config["tokenizer_class"] in GENERIC_CLASSES
     named = named_tokens(config, is_generic)
+    if "added_tokens_decoder" in config:
+        added_path = folder / "tokenizer_config.json"
+        added = read_added_tokens(added_path, config["added_tokens_decoder"])
+    else:
+        added_path = folder / "added_tokens.json"
+        added = read_old_added_tokens(added_path, named)
     if (folder / "tokenizer.json").is_file():
-        path = added_path = folder / "tokenizer.json"
-        vocab, merges, added, add_prefix_space = read_tokenizer_json(path)
+        path = folder / "tokenizer.json"
+        vocab, merges, in_file, add_prefix_space = read_tokenizer_json(path)
         if not is_generic and add_prefix_space != bool(config.get("add_prefix_space")):
             raise ValueError(f"{path}: add_prefix_space is {add_prefix_space}, but not in "
                              f"tokenizer_config.json, which Transformers goes by: make them agree")
-        if "added_tokens_decoder" in config and set(added) != set(config_added):
-            raise ValueError(f"{path}: its added_tokens are not those of tokenizer_config.json: "
-                             f"make them agree")
+        if ("added_tokens_decoder" in config and set(added) != set(in_file)) or (
+                not {token[:2] for token in added} <= {token[:2] for token in in_file}):
+            raise ValueError(f"{path}: its added_tokens are not those of {added_path.name}: make "
+                             f"them agree")
+        added_path, added = path, in_file
     else:
         path = f"{folder / 'vocab.json'} and merges.txt"
         vocab, merges = read_vocab(folder / "vocab.json"), read_merges(folder / "merges.txt")
-        added_path = config_path if config_added else folder / "added_tokens.json"
-        added = config_added or read_old_added_tokens(added_path, named)
         add_prefix_space = bool(config.get("add_prefix_space"))
     added = add_named_tokens(added_path, vocab, added, named)
     try:
@@ -258,17 +267,36 @@ def load_encoder(folder):
         raise ValueError(f"{path}: {error}") from None
 
 
-def named_tokens(config, is_generic=False):
-    """Return the tokens that tokenizer_config.json names, {text: entry}, in Transformers' order.
+def read_tokenizer_config(folder):
+    """Return what tokenizer_config.json says, with what older files say if it is silent.
 
-    Unless it says something else, three of their roles are <|endoftext|>'s.
+    ValueError for a setting that would make other ids.
     """
-    roles = {} if is_generic else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT,
-                                   "unk_token": END_OF_TEXT}
+    def read(name):
+        return read_json(folder / name) if (folder / name).is_file() else {}
+
+    config = read("tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= read("special_tokens_map.json")
+    config["tokenizer_class"] = (config.get("tokenizer_class")
+                                 or read("config.json").get("tokenizer_class"))
+    for name, values in CONFIG_FITTING.items():
+        if config.get(name) not in values:
+            raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is {config[name]!r:.200}; "
+                             f"these scripts can use a tokenizer only if it is {values[-1]!r}")
+    return config
+
+
+def named_tokens(config, is_generic):
+    """Return the tokens that have a role by name, {text: entry}, in Transformers' order.
+
+    Unless the config says something else, three of GPT-2's roles are <|endoftext|>'s.
+    """
+    roles = dict.fromkeys(ROLES) | ({} if is_generic else dict.fromkeys(ROLES[:3], END_OF_TEXT))
     roles |= {name: value for name, value in config.items() if name.endswith("_token")}
     values = [*roles.values()]
-    for name in "extra_special_tokens", "additional_special_tokens":
-        more = config.get(name)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    for more in config.get("model_specific_special_tokens"), extra:
         values += more if isinstance(more, list) else []
         values += more.values() if isinstance(more, dict) else []
     entries = [value if isinstance(value, dict) else {"content": value} for value in values]
@@ -279,20 +307,21 @@ def add_named_tokens(path, vocab, added, named):
     """Return the added tokens and those that are named only, as Transformers numbers them.
 
     ValueError if its numbers differ from those in the files: it gives a token that is not in the
-    vocabulary the next id, whatever the files say.
+    vocabulary the next id, whatever the files say. (So it does with <|endoftext|>, for the sake of
+    GPT-2's roles. A model trained without it has no use for that: here it stays plain text.)
     """
-    next_id = len(vocab)
+    next_id, texts = len(vocab), {token.text for token in added}
     for token in added:
         if token.text not in vocab and token.id != next_id:
             raise ValueError(f"{path}: the added token {token.text!r} has the id {token.id}, but "
                              f"Transformers gives it {next_id}, the next one")
         next_id = max(next_id, token.id + 1)
-    texts = {token.text for token in added}
     for text, entry in named.items():
-        if text and text not in texts and (text in vocab or text != END_OF_TEXT):
-            token = added_token(path, vocab.get(text, next_id), entry | {"normalized": False})
-            next_id = max(next_id, token.id + 1)
-            added = [*added, token]
+        if text and text not in texts:
+            token_id = vocab.get(text, next_id)
+            next_id = max(next_id, token_id + 1)
+            if text in vocab or text != END_OF_TEXT:
+                added = [*added, added_token(path, token_id, {"normalized": False} | entry)]
     return added
 
 

@@ -28,7 +28,7 @@ REPO_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 SHARD_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
-               "vocab.json", "merges.txt", "added_tokens.json", INDEX)
+               "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", INDEX)
 TIMEOUT = 10, 30                                  # seconds to wait for a connection, for a byte
 
 
@@ -44,10 +44,10 @@ class NoSuchFile(NotOnHub):
     """The repository is there, or may be, but not this file."""
 
 
-def find_model(model, models_dir, check_small_files, check_weights):
+def find_model(model, models_dir, *checks):
     """Return the folder of a model, downloaded if need be. FileNotFoundError if there is none.
 
-    model: a name, or the path of a folder; the two checks are what download_model asks for.
+    model: a name, or the path of a folder; checks are those of download_model.
     """
     model, models_dir = str(model), Path(models_dir)
     in_models_dir, as_path = models_dir / model, Path(model)
@@ -61,8 +61,8 @@ def find_model(model, models_dir, check_small_files, check_weights):
     is_path = as_path.is_dir() and not in_models_dir.is_dir()
     if model in REPOS or (REPO_NAME.fullmatch(model) and not is_path):
         repo = REPOS.get(model, model)
-        return find_here(repo, models_dir) or download_model(
-            repo, in_models_dir, models_dir, check_small_files, check_weights)
+        return (find_here(repo, models_dir)
+                or download_model(repo, in_models_dir, models_dir, *checks))
     for folder in in_models_dir, as_path:
         if folder.is_dir():
             return folder
@@ -86,7 +86,7 @@ def is_complete(folder):
     """Say whether a folder has all files of a model."""
     try:
         return missing_file(folder) is None
-    except ValueError:
+    except (OSError, ValueError):
         return False
 
 
@@ -152,10 +152,11 @@ def find_in_cache(repo):
     Transformers keeps what it knows by a short name, such as gpt2, under that name.
     """
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     for name in repo, *(name for name in REPOS if REPOS[name] == repo):
-        in_cache = cache / f"models--{name.replace('/', '--')}"
-        with contextlib.suppress(OSError, ValueError):  # none there, or not such a name
+        # suppressed: there is none, or not such a name, or nobody's home that ~ could be
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            in_cache = cache.expanduser() / f"models--{name.replace('/', '--')}"
             revision = (in_cache / "refs" / "main").read_text(encoding="utf-8").strip()
             folder = in_cache / "snapshots" / revision
             if re.fullmatch(r"\w+", revision) and is_complete(folder):
@@ -163,14 +164,15 @@ def find_in_cache(repo):
     return None
 
 
-def download_model(repo, folder, models_dir, check_small_files, check_weights):
+def download_model(repo, folder, models_dir, check_small_files, check_weights, check_model):
     """Fetch a repository's model into a folder below models_dir; return the folder.
 
     The Hub is at $HF_ENDPOINT, if that is set; a token in $HF_TOKEN goes to no other host; with
     $HF_HUB_OFFLINE, no request is made. A file gets its name only when it is whole, and the next
     run goes on where this one stops. check_small_files(folder) is called before the weights are
-    fetched, check_weights(path) with each file of them: ValueError if the model is none that we
-    can use. Then what was fetched is deleted. DownloadError or ValueError says why, and what to do.
+    fetched, check_weights(path) with each file of them, check_model(folder) in the end: ValueError
+    if the model is none that we can use. Then what was fetched is deleted. DownloadError or
+    ValueError says why, and what to do.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE"):
         raise DownloadError(f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch "
@@ -195,16 +197,17 @@ def download_model(repo, folder, models_dir, check_small_files, check_weights):
             try:
                 fetch("config.json")
                 fetch("generation_config.json", optional=True)
-                fetch("tokenizer_config.json", optional=True)
+                for name in "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json":
+                    fetch(name, optional=True)
                 if not fetch("tokenizer.json", optional=True):
                     fetch("vocab.json")
                     fetch("merges.txt")
-                    fetch("added_tokens.json", optional=True)
                 if not (folder / WEIGHTS).is_file():
                     fetch(INDEX, optional=True)
                 check_small_files(folder)
                 for name in weight_files(folder):
                     fetch(name)
+                check_model(folder)
             except (NotOnHub, ValueError):
                 for path in fetched:
                     path.unlink()

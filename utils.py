@@ -4,6 +4,7 @@ import sys
 try:                                              # a Ctrl-C needs no traceback: this takes a moment
     import argparse
     import contextlib
+    import datetime  # noqa: F401  NumPy makes an ImportError of a Ctrl-C while it imports this
     import io
     import itertools
     import json
@@ -35,7 +36,16 @@ ALIASES = {"max_position_embeddings": "n_positions", "hidden_size": "n_embd",
 # settings that the scripts have built in: the values that fit, first the one that is assumed
 SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
             "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
-            "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False]}
+            "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
+            "is_causal": [True], "sliding_window": [None], "attention_chunk_size": [None],
+            "transformers_weights": [None]}
+# settings of generation_config.json that make Transformers choose other tokens than the most likely
+CHOICES = {"num_beams": [1], "repetition_penalty": [1], "encoder_repetition_penalty": [1],
+           "no_repeat_ngram_size": [0], "encoder_no_repeat_ngram_size": [0], "guidance_scale": [1],
+           "penalty_alpha": [0]} | dict.fromkeys((
+               "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias",
+               "forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints",
+               "exponential_decay_length_penalty", "watermarking_config", "dola_layers"), [])
 # safetensors' number types; NumPy has no bfloat16, which is the upper half of a float32
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -56,20 +66,24 @@ def load_encoder_hparams_and_params(model="tiny", models_dir=MODELS_DIR):
     ValueError if it is not what it should be, DownloadError if it can't be fetched; all say
     which file, and what is wrong.
     """
-    folder = find_model(model, models_dir)
-    hub.check_files(folder)
-    encoder, config = load_encoder_and_config(folder)
-    hparams = {name: config[key] for name, key in SIZES.items()}
-    index = folder / hub.INDEX
-    weights = folder / hub.WEIGHTS
-    params = load_params(weights if weights.is_file() else index, hparams, config["n_inner"],
-                         config["tie_word_embeddings"])
-    return encoder, hparams, params
+    return load_folder(find_model(model, models_dir))
 
 
 def find_model(model, models_dir=MODELS_DIR):
     """Return the folder of a model, downloaded if need be. FileNotFoundError if there is none."""
-    return hub.find_model(model, models_dir, load_encoder_and_config, read_safetensors_header)
+    return hub.find_model(model, models_dir, load_encoder_and_config, read_safetensors_header,
+                          load_folder)
+
+
+def load_folder(folder):
+    """Return (encoder, hparams, params), as load_encoder_hparams_and_params does."""
+    hub.check_files(folder)
+    encoder, config = load_encoder_and_config(folder)
+    hparams = {name: config[key] for name, key in SIZES.items()}
+    weights = folder / hub.WEIGHTS
+    params = load_params(weights if weights.is_file() else folder / hub.INDEX, hparams,
+                         config["n_inner"], config["tie_word_embeddings"])
+    return encoder, hparams, params
 
 
 def load_encoder_and_config(folder):
@@ -79,12 +93,24 @@ def load_encoder_and_config(folder):
     if highest >= n_rows:
         raise ValueError(f"{folder}: the token {encoder.tokens[highest]!r} has the id {highest}, "
                          f"but by config.json's vocab_size the model has {n_rows} rows, from 0 on")
+    check_choices(folder)
     begins, ends = (token_ids(folder, key, n_rows) for key in ("bos_token_id", "eos_token_id"))
     if begins:
         encoder.bos_token_id = begins[0]
     if ends:
         encoder.eos_token_ids = ends
     return encoder, config
+
+
+def check_choices(folder):
+    """ValueError if generation_config.json, else config.json, asks for more than greedy decoding."""
+    path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
+    settings = read_json(path)
+    for key, values in CHOICES.items():
+        if settings.get(key) not in [None, *values]:
+            raise ValueError(f"{path}: {key} is {settings[key]!r:.200}, which changes what is "
+                             f"generated; these scripts can't do that: remove it to go on without")
 
 
 def token_ids(folder, key, n_vocab):

@@ -24,8 +24,8 @@ from utils import DownloadError, find_model, load_encoder_hparams_and_params
 WEIGHTS = "model.safetensors"
 MODEL_FILES = "config.json", "vocab.json", "merges.txt", WEIGHTS
 # asked for as well, and answered with a 404
-OPTIONAL = ("generation_config.json", "tokenizer_config.json", "tokenizer.json",
-            "added_tokens.json", "model.safetensors.index.json")
+OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+            "added_tokens.json", "tokenizer.json", "model.safetensors.index.json")
 SCRIPT = str(ROOT / "gpt2_v3_kvcache.py")
 
 
@@ -581,17 +581,20 @@ def index_with(name):
     ("model.safetensors.index.json", index_with("../x.safetensors"), "in the same folder"),
     ("model.safetensors.index.json", lambda file: file.clear(), "no weight_map"),
     ("model.safetensors.index.json", index_with("x.safetensors"), "404 for x.safetensors"),
+    ("config.json", lambda file: file.update(n_layer=3), "no tensor h.2.ln_1.weight"),
+    ("config.json", lambda file: file.update(tie_word_embeddings=False), "no tensor lm_head.weight"),
 ])
 def test_a_repository_that_is_refused_leaves_nothing(hub, sharded, tmp_path, file, edit, says):
     """Neither what is wrong with a small file, for which no weights are fetched, nor a shard that
-    isn't there."""
+    isn't there, nor weights that are not what config.json says."""
     content = json.loads(sharded[file])
     edit(content)
     hub.files[f"{SHARDED}/{file}"] = json.dumps(content).encode()
     with pytest.raises((ValueError, DownloadError), match=says):
         find_model(SHARDED, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    assert says.startswith("404") or not any(map(hub.ranges, shards(sharded)))
+    fetched = any(map(hub.ranges, shards(sharded)))
+    assert fetched == says.startswith(("404", "no tensor"))
     hub.files[f"{SHARDED}/{file}"] = sharded[file]
     load_encoder_hparams_and_params(SHARDED, tmp_path)
 

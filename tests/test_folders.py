@@ -94,6 +94,15 @@ def test_neither_begin_nor_end():
     assert (encoder.bos_token_id, encoder.eos_token_ids, encoder.end_of_text) == (None, [], None)
 
 
+def test_settings_that_ask_for_nothing(tmp_path):
+    """Transformers 4 wrote them all, with the values that mean greedy decoding."""
+    folder = shutil.copytree(FOLDERS / "tokenizer_json", tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({
+        "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "top_k": 50,
+        "bad_words_ids": None, "suppress_tokens": None, "do_sample": True, "temperature": 0.7}))
+    load_encoder_hparams_and_params(folder)
+
+
 def test_a_config_that_is_silent(tmp_path):
     """Then a value is that of Transformers' GPT2Config(), whatever its name."""
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
