@@ -15,13 +15,13 @@ PagedAttention" (vLLM); Yu et al. 2022, "Orca", for continuous batching.
 
 Shapes: B requests in a pass, T new, P pages, S = P * page_size positions, H heads, D head_dim.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import collections
 import sys
 
 import numpy as np
 import tqdm
 
-import utils
 from gpt2_v4_prealloc import gpt2
 
 

@@ -14,12 +14,12 @@ Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Sheng et al.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import sys
 
 import numpy as np
 
 import gpt2_v4_prealloc
-import utils
 from gpt2_v4_prealloc import KVCache, kv_cache_bytes, pad_batch
 
 LARGEST = {"fp8": 448, "int8": 127}

@@ -12,23 +12,24 @@ What it costs: top-p sorts the vocabulary for each token.
 
 Shapes: B batch, T new, S cached + new positions, H heads, D head_dim, E n_embd (H * D), V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import math
 import sys
 
 import numpy as np
 import tqdm
 
-import utils
 from gpt2_v4_prealloc import KVCache, gpt2, pad_batch, softmax
 
 
 def check(temperature, top_k, top_p, seed=None):
     """ValueError unless each is in its range; NaN is in none."""
-    for name, value, fits in [("temperature", temperature, 0 <= temperature < math.inf),
-                              ("top_k", top_k, top_k >= 0), ("top_p", top_p, 0 <= top_p <= 1),
-                              ("seed", seed, seed is None or seed >= 0)]:
+    for name, value, fits, span in [
+            ("temperature", temperature, 0 <= temperature < math.inf, "0 or more"),
+            ("top_k", top_k, top_k >= 0, "0 or more"), ("top_p", top_p, 0 <= top_p <= 1, "0 to 1"),
+            ("seed", seed, seed is None or seed >= 0, "0 or more")]:
         if not fits:
-            raise ValueError(f"{name} = {value} is out of its range")
+            raise ValueError(f"{name} is {value}, but must be {span}")
 
 
 def keep_top_p(logits, top_p):
@@ -113,8 +114,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate,
 
 
 def add_options(parser):
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
-                        help="0 is greedy (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--top_k", type=int, default=0, metavar="K",
                         help="keep the K most likely tokens (default: 0, all)")
     parser.add_argument("--top_p", type=float, default=1.0, metavar="P",

@@ -17,12 +17,12 @@ with Attention Sinks".
 
 Shapes: B batch, T new positions, S keys to read, H heads, D head_dim, V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import sys
 
 import numpy as np
 import tqdm
 
-import utils
 from gpt2_v4_prealloc import gpt2, pad_batch
 
 

@@ -17,12 +17,12 @@ Sources: Leviathan et al. 2023, "Fast Inference from Transformers via Speculativ
 
 Shapes: B batch (1), T new, S cached + new positions, V n_vocab.
 """
+import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import sys
 
 import numpy as np
 import tqdm
 
-import utils
 from gpt2_v4_prealloc import KVCache, gpt2, pad_batch
 
 

@@ -155,16 +155,16 @@ def test_a_rows_text_does_not_depend_on_the_other_rows(params):
     {"top_k": -1}, {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": -1}], ids=str)
 def test_sampling_refuses_what_is_out_of_range(wrong, params):
     (name, value), = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} = {value}"):
+    with pytest.raises(ValueError, match=f"{name} is {value}, but must be"):
         sampling.generate(*pad_batch(PROMPTS), params, N_HEAD, 5, **wrong)
     if name != "seed":
-        with pytest.raises(ValueError, match=f"{name} = {value}"):
+        with pytest.raises(ValueError, match=f"{name} is {value}, but must be"):
             sampling.probabilities(np.zeros(5, dtype=np.float32), **wrong)
 
 
 def test_sampling_options_out_of_range():
-    assert "temperature = -0.1" in refused("sampling", "Once", "--temperature", "-0.1")
-    assert "seed = -1" in refused("sampling", "Once", "--seed", "-1")
+    assert "temperature is -0.1, but must be 0 or more" in refused("sampling", "Once", "--temperature", "-0.1")
+    assert "seed is -1" in refused("sampling", "Once", "--seed", "-1")
 
 
 @pytest.mark.parametrize("T, n", [(10, 72), (3, 0)])
@@ -772,7 +772,7 @@ def test_paged_refuses_what_can_never_fit(params, monkeypatch):
         paged.generate([[1], [1] * 12], params, N_HEAD, [5, 21], n_pages=4, page_size=7)
     for wrong in {"n_pages": 0}, {"page_size": 0}, {"max_batch": 0}, {"n_pages": -3}:
         (name, value), = wrong.items()
-        with pytest.raises(ValueError, match=f"{name} = {value}"):
+        with pytest.raises(ValueError, match=f"{name} is {value}, but must be"):
             paged.generate([[1]], params, N_HEAD, 5, **wrong)
     with pytest.raises(ValueError):
         paged.generate([[1], [2], [3]], params, N_HEAD, [5, 6])
