@@ -139,6 +139,12 @@ def test_on_a_narrow_screen_a_diff_is_in_one_column(page):
                     == [text for _, text in sidebyside.lines_of(version, name)])
 
 
+def test_the_table_names_the_files_of_beyond(text):
+    table = text[text.index('<table class="beyond">'):].replace("<wbr>", "")
+    named = re.findall(r"<th scope=\"row\"><code>(\w+\.py)</code>", table)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "beyond").glob("*.py"))
+
+
 def test_one_kind_of_apostrophe(page):
     assert re.findall(r".{9}\w'\w.{9}|.{9}\w' .{9}", page.prose) == [] and "’" in page.prose
 
