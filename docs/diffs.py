@@ -19,8 +19,9 @@ HERE = Path(__file__).resolve().parent
 STEPS = [("v1", "v2"), ("v2", "v3"), ("v3", "v4")]
 
 # What a reader should know of each changed function, by step and function. `code` stands in the
-# scripts like that, ``code`` does not. "Otherwise:" and "Shapes:" begin paragraphs of their own;
-# shapes are "what: before => after", or "what: after" in a function that is new.
+# scripts like that, ``code`` does not. "Otherwise:" and "Shapes:", where there is something to say,
+# begin paragraphs of their own; shapes are "what: before => after", or "what: after" in a function
+# that is new.
 NOTES = {
     ("v2", "linear"): """
         `x` has an axis more, and the weights are the same for every position of every row. So all
@@ -38,10 +39,8 @@ NOTES = {
         Only the comments change. The feed-forward network treats each position by itself, so it
         doesn't matter whether two positions belong to the same prompt. `linear` takes care of the
         new axis, and `gelu` works on single numbers. Padding is computed like everything else: here
-        2 positions of 10.
-
-        Otherwise: Nothing can go wrong here, and that is worth knowing. Positions meet in attention
-        and nowhere else. So a mask in attention is enough to keep the padding out.
+        2 positions of 10. Positions meet in attention and nowhere else, so a mask in attention is
+        enough to keep the padding out.
 
         Shapes: x: [T, E] => [B, T, E]; in between: [T, 4E] => [B, T, 4E]""",
     ("v2", "attention"): """
@@ -66,14 +65,15 @@ NOTES = {
         On the way back, the heads of a position must stand side by side again before `reshape`
         joins them: `x.transpose(0, 2, 1, 3)`.
 
-        Otherwise: No error tells you. With ``reshape(B, T, n_head, 3, E // n_head)`` all sizes are
-        right, and head 0 takes the query of head 1 for its key. Without the last `transpose`,
-        numbers of different positions are joined. Both give nonsense: [bug 4](#bug-4).
+        Otherwise: No error tells you. With ``reshape(B, T, n_head, 3, E // n_head)``, and
+        `transpose` changed to match, all sizes are right, and head 0 takes the query of head 1 for
+        its key. Without the last `transpose`, numbers of different positions are joined. Both give
+        nonsense: [bug 4](#bug-4).
 
         Shapes: qkv: [T, 3, H, D] => [B, T, 3, H, D]; q, k, v: [H, T, D] => [B, H, T, D];
         result: [T, E] => [B, T, E]""",
     ("v2", "gpt2"): """
-        This is the step: two lines that make padding invisible.
+        This is the step: a mask and positions that make padding invisible.
 
         *The mask.* `causal` is the square of version 1: each query sees itself and the keys before
         it. `padding` has a number for each key of each row, 0 for a real token, −1e10 for padding.
@@ -85,14 +85,16 @@ NOTES = {
         *The positions.* Version 1 counts columns, `wpe[:T]`. Here *The* stands in column 2, but it
         is the first token of its text, and the model must see it at position 0. So count real
         tokens: `cumsum` makes [0, 0, 1, 2, 3] of the mask [0, 0, 1, 1, 1]; minus 1 and clipped it
-        is [0, 0, 0, 1, 2]. The padding gets a position too; any will do.
+        is [0, 0, 0, 1, 2]. The padding gets position 0; any would do, as nobody reads what comes of
+        it.
 
         Otherwise: With `wpe[:T]`, *The* would be at position 2 beside a longer prompt and at 0
         alone: a prompt would go on differently depending on its neighbours. Without `padding`, real
-        tokens would average in what stands in the padding. With ``-np.inf`` for −1e10, the first
-        query of row 1 would have nothing but −inf, softmax would compute −inf + inf = NaN, and
-        since 0 · NaN is NaN too, one layer on the whole row is. With −1e10 the scores round to that
-        very number; the weights are equal, and nobody reads the result.
+        tokens would average in what stands in the padding. With ``-np.inf`` for −1e10, the mask
+        would be 0 · −inf = NaN wherever a key is allowed. Made without that product, it would leave
+        the first query of row 1 nothing but −inf. Softmax makes −inf − (−inf) = NaN of that, and in
+        the next layer, its key makes every score of the row NaN. With −1e10 its scores round to
+        that very number; the weights are equal, and nobody reads the result.
 
         Shapes: input_ids: [T] => [B, T]; mask: [T, T] => [B, 1, T, T];
         positions: 0 … T − 1 => [B, T]; logits: [T, V] => [B, T, V]""",
@@ -125,21 +127,17 @@ NOTES = {
         Shapes: input_ids: [T] => [B, T]; logits read: [1, V] => [B, 1, V];
         next token: [] => [B, 1]; result: [n] => [B, n]""",
     ("v2", "main"): """
-        The command line takes any number of prompts now, and `pad_batch` makes the rectangle.
-
-        Otherwise: One prompt is a batch of one row. No special case is needed, and none should be
-        written: it would be the path that the tests don't take.
-
-        Shapes: new_ids: [n] => [B, n]""",
+        The command line takes any number of prompts now, and `pad_batch` makes the rectangle. One
+        prompt is a batch of one row, so no special case is needed.""",
     ("v3", "attention"): """
         Only the comments change, and they say what is new: there can be more keys than queries, S
         of them for T. In prefill both are 5 and the scores are a square. In the first decode step
         one query meets six keys, a single row. A matrix product doesn't ask its two matrices to be
         equally tall, so no line of code changes.
 
-        Otherwise: A square would cost 7 · 7 = 49 scores in each head for the seventh token, as in
-        version 2. Here it costs 7. Of the other 42, 36 were made in the pass before, and 6 are
-        those of old queries with the new key, which the mask blocks.
+        For the seventh token, version 2 computes 7 · 7 = 49 scores in each head, and version 3
+        computes 7. The other 42 are repeats (36, as in version 2's pass before) or blocked by the
+        mask anyway (6).
 
         Shapes: q: [B, H, T, D] => [B, H, T, D], T new ones; k, v: [B, H, T, D] => [B, H, S, D];
         scores: [B, H, T, T] => [B, H, T, S]""",
@@ -152,13 +150,13 @@ NOTES = {
         *Why keep K and V, but not Q?* A query says what its own position looks for. It is used
         once, in the pass that computes it; what it found went into `x`, and no later position reads
         it. A key and a value say what a position offers to others, and every later position asks.
-        The same goes for hidden states and the results of `ffn`: nobody reads them again.
+        The same goes for `x` and the results of `ffn`: no later position reads them.
 
         *Why may they be kept?* Attention is causal. What a layer computes for a position depends on
         that position and those before it. A token appended at the end changes none of it, in any
         layer. (In a model that looks both ways, such as BERT, every key would change.)
 
-        Otherwise: With the new key in front of the old ones, all shapes are right. Without padding
+        Otherwise: With the new key and value in front, all shapes are right. Without padding
         even the tokens are: attention is a weighted sum, and doesn't care about the order. In a
         padded batch, the columns of the mask then hide the wrong keys. Without `layer_cache["k"],
         layer_cache["v"] = k, v` nothing is kept, and the first decode step fails: six weights for
@@ -167,9 +165,10 @@ NOTES = {
         Shapes: x, in decode: [B, T, E] => [B, 1, E]; q: [B, H, T, D] => [B, H, 1, D];
         k, v for attention: [B, H, T, D] => [B, H, S, D]""",
     ("v3", "transformer_block"): """
-        It only hands the cache down. Of its four parts, attention alone looks at other positions;
-        layer norm and `ffn` need the new position and nothing else. Each layer has its own cache,
-        for each has its own keys and values.
+        It only hands the cache down. Of its parts, attention alone looks at other positions;
+        `layer_norm`, which brings a position's numbers to one scale, and `ffn` need the new
+        position and nothing else. Each layer has its own cache, for each has its own keys and
+        values.
 
         Otherwise: If it were forgotten here, prefill would work, and the first decode step would
         fail: the mask has six columns, and there is one value.
@@ -192,7 +191,7 @@ NOTES = {
         the last layers.
 
         Shapes: input_ids: [B, T], all so far => [B, T], new ones; pos_ids: made here => [B, T];
-        mask: made here, [B, 1, T, T] => handed in, [B, 1, T, S]; logits: [B, T, V] => [B, T, V]""",
+        mask: made here, [B, 1, T, T] => handed in, [B, 1, T, S]""",
     ("v3", "generate"): """
         *Prefill* is the first pass of version 2, to the letter. It fills the caches, and its last
         column already predicts the first new token. So n tokens take n − 1 decode steps, and the
@@ -209,9 +208,9 @@ NOTES = {
         *said* is at position 3. Each row's last position + 1 is right for both.
 
         Otherwise: A triangle made for one query and six keys, ``np.tri(1, 6)``, is [1, 0, 0, 0, 0,
-        0]: it hides all but the oldest. Position 0, or 5 for *said*, leaves the first new token
-        right, for it came from prefill; from the second on, the text gets worse ([bug 1](#bug-1)).
-        Caches made outside of this function would still hold the last call's text ([bug 3](#bug-3)).
+        0]: it hides all but the oldest. If *said* is fed in at position 0 or 5, *said* itself is
+        still right, since prefill chose it; the token after it is not ([bug 1](#bug-1)). Caches
+        made outside of this function would still hold the last call's text ([bug 3](#bug-3)).
 
         Shapes: fed in: [B, T], longer each time => prefill [B, T], decode [B, 1];
         mask: [B, 1, T, T] => prefill [B, 1, T, T], decode [B, 1, 1, S];
@@ -220,11 +219,7 @@ NOTES = {
         The formula of [what a cache costs](#cost), as a function. The tests hold it against what
         `KVCache` allocates. For one token of GPT-2 124M, 2 · 12 · 1 · 1 · 12 · 64 · 4 = 73,728
         bytes. `n_head` counts the heads that have keys and values of their own: in newer models,
-        several query heads share each.
-
-        Otherwise: You find out how long a text may be when memory runs out, and not before.
-
-        Shapes: result: one number""",
+        several query heads share each.""",
     ("v4", "KVCache"): """
         Two buffers with room for the whole generation, and for each layer the number of slots that
         are filled. *Capacity* is what there is room for, *length* is what is valid.
@@ -237,51 +232,49 @@ NOTES = {
         is interrupted between them, they disagree. `length` then refuses to answer, as no mask
         would fit them all.
 
-        `truncate` forgets without copying: it only lowers the lengths. No script here calls it or
-        `reset`. They are for speculative decoding, which takes back wrong guesses; for repairing a
-        cache after an interrupted pass; and for using the buffers again.
+        `truncate` forgets without copying: it only lowers the lengths. None of the four scripts
+        calls it or `reset`. They are for speculative decoding, which takes back wrong guesses; for
+        repairing a cache after an interrupted pass; and for using the buffers again.
 
-        Otherwise: Returning all of the buffer is [bug 2](#bug-2). `np.empty` leaves whatever was in
-        memory. Zeros would be no better: a zero key has score 0, and softmax makes exp(0) = 1 of
-        it, not 0. Every free slot would take its share of the attention.
+        Otherwise: Returning all of the buffer fails at once here: eight keys, a mask for five. With
+        a mask made for the whole buffer too, nothing fails, and the free slots are read: [bug
+        2](#bug-2). `np.empty` leaves whatever was in memory. Zeros are wrong too: a zero key has
+        score 0, and softmax makes exp(0) = 1 of it, not 0. Every free slot would take its share of
+        the attention.
 
         Shapes: keys, values: [n_layer, B, H, capacity, D]; k, v for update: [B, H, T, D];
         returned: [B, H, S, D], S = end""",
     ("v4", "mha"): """
         Five lines become two, because storing is now the cache's business. `mha` hands over the new
-        keys and values and gets back all that attention may read. That is the whole interface. A
-        cache that drops old positions, keeps 8 bits of each number, or cuts memory into pages can
-        take this one's place, and the model doesn't notice.
+        keys and values and gets back all that attention may read. `gpt2` asks a cache for one
+        thing, `update`; `generate` also asks for its `length`, to cut the mask. A cache that drops
+        old positions, keeps 8 bits of each number, or cuts memory into pages can take this one's
+        place, and the model doesn't notice.
 
         Otherwise: With `np.concatenate` in here, each step makes a new array and copies the past
         into it: the work that a cache saves comes back as traffic. Not much at 100 positions; it
         grows with each one.
 
-        Shapes: k, v, new: [B, H, T, D] => [B, H, T, D];
-        k, v for attention: [B, H, S, D], a copy => [B, H, S, D], a view""",
+        Shapes: k, v for attention: [B, H, S, D], a copy => [B, H, S, D], a view""",
     ("v4", "transformer_block"): """
         One `KVCache` holds all layers, so the block hands down the cache and the number of its
-        layer. In version 3 each block got its own dictionary.
-
-        Otherwise: See the next note: a wrong number mixes the layers.
-
-        Shapes: x: [B, T, E] => [B, T, E]""",
+        layer. In version 3 each block got its own dictionary.""",
     ("v4", "gpt2"): """
         `enumerate` gives each block the number under which the cache keeps its keys and values. The
         rest of `gpt2` is that of version 3. With None for the cache it still runs without one.
 
         Otherwise: With the same number for all, layer 1 would append its keys to those of layer 0:
-        ten keys after a prompt of five, and a mask for five. An error, luckily.
-
-        Shapes: kv_caches: a list of {"k", "v"} => a KVCache; logits: [B, T, V] => [B, T, V]""",
+        ten keys after a prompt of five. An error, luckily: more than the capacity, or more than the
+        mask has columns.""",
     ("v4", "generate"): """
         *The length is known.* T tokens of prompt and n new ones fill T + n − 1 slots, since the
         last new one is never fed back: 5 + 4 − 1 = 8. So the cache is allocated before the first
         pass, and the padding's mask is built once, for all columns; each step takes a slice of it,
         up to the slot that is about to be written, `kv_caches.length + 1`.
 
-        *A prompt in pieces.* A long prompt goes through 256 columns at a time, as smaller arrays
-        are faster. A piece is new rows of the square mask, `mask[:, :, new, :new.stop]`: queries of
+        *A prompt in pieces.* A long prompt goes through 256 columns at a time: the scores of a
+        piece are then at most 256 × S instead of T × T. 600 tokens: pieces of 256, 256 and 88. A
+        piece needs only its own lines of the square mask, `mask[:, :, new, :new.stop]`: queries of
         the piece, keys up to its end. `gpt2` takes it as it took the whole.
 
         *A cache from outside.* `kv_caches` lets another file bring its own. Without it, each call
@@ -292,8 +285,7 @@ NOTES = {
         a `KVCache` made once, outside, still holds the text of the call before.
 
         Shapes: cache: [B, H, S, D] per layer, new each step => [n_layer, B, H, capacity, D], once;
-        padding: [B, S], new each step => [B, capacity], once;
-        mask: [B, 1, 1, S] => [B, 1, 1, S]""",
+        padding: [B, S], new each step => [B, capacity], once""",
 }
 
 
@@ -309,7 +301,7 @@ def inline_code(match):
 
 def prose(text):
     """A paragraph of a note as HTML: `code`, ``code``, *emphasis* and [links](#there)."""
-    text = escape(" ".join(text.split()), quote=False)
+    text = re.sub(r"(?<=\w)'(?=\w)", "’", escape(" ".join(text.split()), quote=False))
     for pattern, html in [(r"``(.+?)``|`(.+?)`", inline_code),
                           (r"^\*(.+?)\*", r"<strong>\1</strong>"),
                           (r"(?<![\w*])\*(\w[^*]*)\*", r"<em>\1</em>"),
@@ -327,44 +319,40 @@ def shapes(text, before, after, is_new):
         rows += f"<tr><th scope=row>{escape(name)}</th>{cells}</tr>\n"
     columns = [f"version {version[1]}" for version in ([after] if is_new else [before, after])]
     heads = "".join(f"<th scope=col>{column}</th>" for column in ["shape of", *columns])
-    return f'<table class="shapes"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<table class="shapes"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n'
 
 
 def note(before, after, name):
-    """(why, what would go wrong otherwise and the shapes), as HTML."""
-    why, otherwise, shape = "", "", ""
+    """Why; and what would go wrong otherwise and the shapes, where the note has them."""
+    html = ""
     for paragraph in NOTES[after, name].split("\n\n"):
         paragraph = paragraph.strip()
         if paragraph.startswith("Otherwise: "):
-            otherwise = prose(paragraph.removeprefix("Otherwise: "))
+            html += (f'<div class="else"><p class="over">Otherwise</p>'
+                     f'{prose(paragraph.removeprefix("Otherwise: "))}</div>\n')
         elif paragraph.startswith("Shapes: "):
-            shape = shapes(paragraph.removeprefix("Shapes: "), before, after,
+            html += shapes(paragraph.removeprefix("Shapes: "), before, after,
                            name not in parts(before))
         else:
-            why += prose(paragraph)
-    return (f'<div class="why">{why}</div>',
-            f'<div class="else"><p class="over">Otherwise</p>{otherwise}{shape}</div>')
+            html += prose(paragraph)
+    return html
 
 
 def function(before, after, name):
-    """A changed function: its note, and both versions; a new one stands beside its note."""
-    why, otherwise = note(before, after, name)
-    is_new = name not in parts(before)
-    title = (f'<h3 id="{after}-{name}"><code>{name}</code> <small>{"new" if is_new else "changed"}'
-             f'</small></h3>')
-    if is_new:
-        return (f'<section class="new">{title}{one_side(after, name, "a", "+")}'
-                f'<div class="note">{why}{otherwise}</div></section>')
-    return (f'<section>{title}<div class="note">{why}{otherwise}</div>'
-            f'{two_sides(before, after, name)}</section>')
+    """A changed or new function: its note, and then both versions, or the one there is."""
+    kind = "changed" if name in parts(before) else "new"
+    code = (two_sides(before, after, name) if kind == "changed" else
+            one_side(after, name, "a", "+"))
+    return (f'<section class="{kind}"><h3 id="{after}-{name}"><code>{name}</code> '
+            f'<small>{kind}</small></h3>\n{note(before, after, name)}{code}</section>')
 
 
 def folded(before, after, name):
     """One line that opens: an unchanged function, or the docstring, which the text repeats."""
     start, end = parts(after)[name]
     if name == TOP:
-        return (f'<details><summary>{name} <small>docstring changed, imports the same</small>'
-                f'</summary>{two_sides(before, after, name)}</details>')
+        return (f'<details class="wide"><summary>{name} <small>docstring changed, imports the same'
+                f'</small></summary>{two_sides(before, after, name)}</details>')
     return (f'<details><summary><code>{name}</code> <small>unchanged, lines {start} to {end - 1}'
             f'</small></summary>{one_side(after, name)}</details>')
 
@@ -385,8 +373,8 @@ MODELS = {"GPT-2 124M": (12, 12, 64, 4), "GPT-2 355M": (24, 16, 64, 4),
 
 
 def cost_rows():
-    """One token's cache: layers, KV heads, head_dim, bytes per value, and their product, twice."""
-    rows = {name: (*sizes, 2 * math.prod(sizes) // 1024) for name, sizes in MODELS.items()}
+    """KiB of cache a token: twice the product of layers, KV heads, head_dim and bytes per value."""
+    rows = {name: (2 * math.prod(sizes) // 1024, *sizes) for name, sizes in MODELS.items()}
     return "\n".join(f"<tr><th scope=row>{name}</th>{''.join(f'<td>{n}</td>' for n in row)}</tr>"
                      for name, row in rows.items())
 
@@ -395,7 +383,8 @@ def page():
     """index.html as text."""
     holes = {f"step_{after}": step(before, after) for before, after in STEPS}
     holes |= {f"draw_{draw.__name__}": draw() for draw in (
-        drawings.padding, drawings.masks, drawings.decode_masks, drawings.cache, drawings.growth)}
+        drawings.padding, drawings.masks, drawings.decode_masks, drawings.cache, drawings.growth,
+        drawings.steps)}
     holes["cost_rows"] = cost_rows()
     holes["loop"] = one_side("v1", "generate")
     holes["version_1"] = whole("v1")

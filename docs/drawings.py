@@ -4,8 +4,10 @@ All show one small batch, a prompt of five tokens and one of three, on a grid of
 from page.html, so they follow its light or dark scheme. No meaning is in colour alone: cells are
 also dashed, crossed out, or have a word in them.
 """
+import math
 import re
 from html import escape
+from pathlib import Path
 
 ROWS = ["Once upon a time there".split(), "The old fox".split()]
 NEXT = ["lived a king".split(), "said to her".split()]       # the new tokens of each row
@@ -14,8 +16,9 @@ CELL, LINE, LEFT = 46, 30, 62                                # width, height, ro
 
 
 def positions(row, columns):
-    """Each column's position, as clip(cumsum(attention_mask) - 1, 0) has it in the scripts."""
-    return [max(column - COLUMNS + len(ROWS[row]), 0) for column in range(columns)]
+    """Each column's position; padding has none that matters."""
+    first = COLUMNS - len(ROWS[row])
+    return ["–"] * first + list(range(columns - first))
 
 
 def look(row, query, key):
@@ -56,7 +59,8 @@ def panel(name, heading, text, marks, lines, columns, width=CELL):
 def figure(panels, legend, caption):
     keys = "".join(f'<li><svg viewBox="61 -1 46 30" width="34" height="22" aria-hidden="true">'
                    f'{cell(0, 0, kind, text)}</svg> {words}</li>' for kind, text, words in legend)
-    return (f'<figure><div class="panels">{"".join(panels)}</div><ul class="legend">{keys}</ul>'
+    legend = keys and f'<ul class="legend">{keys}</ul>'
+    return (f'<figure><div class="panels">{"".join(panels)}</div>{legend}'
             f'<figcaption>{caption}</figcaption></figure>')
 
 
@@ -206,3 +210,69 @@ def growth():
         f"<code>np.concatenate</code> copies {sums} keys and as many values, in each layer; the "
         f"slices copy none. Starting from one position, on the way to 8,192 it is 1 + 2 + … + "
         f"8,191 = {8191 * 8192 // 2:,}.")
+
+
+def measured():
+    """{position: [milliseconds of a decode step in versions 2, 3 and 4]}, from the tables."""
+    here = Path(__file__).resolve().parent
+    tables = "".join(path.read_text(encoding="utf-8")
+                     for path in (here / "measurements.md", here.parent / "README.md")
+                     if path.exists())
+    table = re.search(r"Milliseconds for one decode step, by position, random 124M\n"
+                      r"[^|]*\| position \| v2 \| v3 \| v4 \|\n\|[-: |]+\n((?:\|.*\n)+)", tables)[1]
+    rows = [[float(cell.replace(",", "")) for cell in line.strip("| ").split("|")]
+            for line in table.splitlines()]
+    return {int(position): times for position, *times in rows}
+
+
+def chart(name, heading, text, lines, labels):
+    """Milliseconds by position; lines: {style: {position: milliseconds}}, labels go to the ends."""
+    left, right, bottom, columns = 40, 310, 6 * LINE, 6
+    most = max(max(line.values()) for line in lines.values())
+    unit = 10 ** math.floor(math.log10(most / 3))
+    step = unit * max(n for n in (1, 2, 5) if most >= 3 * n * unit)
+    last = max(max(line) for line in lines.values())
+
+    def x(position):
+        return round(left + (right - left) * position / last, 1)
+
+    def y(time):
+        return round(bottom - (bottom - LINE) * time / (math.ceil(most / step) * step), 1)
+
+    marks = [f'<text x="0" y="12">ms</text><text x="{(left + right) / 2:g}" y="{bottom + 38}" '
+             f'text-anchor="middle">position</text>']
+    for time in range(0, math.ceil(most / step) * step + 1, step):
+        marks.append(f'<path class="{"grid" if time else "axis"}" d="M{left} {y(time)}H{right}"/>'
+                     f'<text x="{left - 6}" y="{y(time) + 4}" text-anchor="end">{time:,}</text>')
+    for position in range(0, last + 1, 250):
+        marks.append(f'<text x="{x(position)}" y="{bottom + 19}" text-anchor="middle">'
+                     f'{position:,}</text>')
+    for style, line in lines.items():
+        points = [f"{x(position)} {y(time)}" for position, time in line.items()]
+        marks.append(f'<path class="line {style}" d="M{"L".join(points)}"/>'
+                     f'<path class="dots {style}" d="M{"h0M".join(points)}h0"/>')
+    for time, above, words in labels:
+        marks.append(f'<text x="{right + 5}" y="{y(time) - above}" text-anchor="end">'
+                     f'{words}</text>')
+    return panel(name, heading, text, marks, 8, columns)
+
+
+def steps():
+    """Version 4: how long a decode step takes, with each version."""
+    times = measured()
+    v2, v3, v4 = ({position: row[i] for position, row in times.items()} for i in range(3))
+    (first, last), ends = (min(times), max(times)), []
+    for position in (first, last):
+        now = [f"{time:,.0f}" for time in times[position]]
+        ends.append(f"At position {position:,}, a step takes {now[0]} milliseconds in version 2, "
+                    f"{now[1]} in version 3 and {now[2]} in version 4.")
+    return figure(
+        [chart("steps-all", "A decode step in all three versions", ends[1],
+               {"v2": v2, "v3": v3, "v4": v4},
+               [(v2[last], 9, "version 2"), (v3[last], 12, "versions 3 and 4")]),
+         chart("steps-cached", "The two with a cache alone",
+               f"Version 3 goes from {v3[first]:.0f} to {v3[last]:.0f} ms, version 4 from "
+               f"{v4[first]:.0f} to {v4[last]:.0f}.", {"v3": v3, "v4": v4},
+               [(v3[last], 9, "version 3"), (v4[last], -26, "version 4")])],
+        [], f"{' '.join(ends)} Measured with random weights of the sizes of GPT-2 124M, on two "
+            f"cores of an AMD EPYC; <code>docs/measurements.md</code> has the tables.")

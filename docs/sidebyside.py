@@ -1,4 +1,7 @@
-"""Two versions of a function side by side: lines aligned, changed words marked, code in colour."""
+"""Two versions of a function side by side: lines aligned, changed words marked, code in colour.
+
+Narrow screens show them as one column, so each line has its place there as well, --o.
+"""
 import ast
 import difflib
 import io
@@ -7,7 +10,8 @@ import re
 import tokenize
 from functools import lru_cache
 from html import escape
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,7 +180,7 @@ def column(version, lines, kind, sign, mark):
         if line is None:
             yield EMPTY
         elif row == "same":
-            yield line_html(line[0], code(version, line[0]))
+            yield line_html(line[0], code(version, line[0]), "u" if sign == "−" else "")
         else:
             words = changed_words(line[1], other[1]) if row == "edited" else ()
             if len(words) > 0.6 * len(line[1].strip()):
@@ -185,7 +189,7 @@ def column(version, lines, kind, sign, mark):
 
 
 def with_moves(rows, left, right, moves):
-    """Both columns, with a line that says so above the lines that only moved."""
+    """(old, new, kind) as HTML, with a line that says so above the lines that only moved."""
     last = ""
     for (old, new, kind), *cells in zip(rows, left, right):
         for which, line in enumerate((old, new)):
@@ -195,10 +199,24 @@ def with_moves(rows, left, right, moves):
                 lines = list(moves.values()).count(moves[line[1]])
                 words = f"{lines} lines moved {'from' if which else 'to'} {where}:"
                 extra[which] = line_html("", f"    <small>{words}</small>", "da"[which])
-                yield extra
+                yield *extra, kind
             if line:
                 last = where
-        yield cells
+        yield *cells, kind
+
+
+def placed(cells):
+    """The two columns, with each line's place in one: where lines are replaced, old ones first."""
+    sides, place = ([], []), 0
+    for kind, run in groupby(cells, key=itemgetter(2)):
+        # a line that was edited stands right above what it became
+        for lines in ([run] if kind == "other" else [[row] for row in run]):
+            for done, todo in zip(sides, list(zip(*lines))):
+                for html in todo:
+                    place += html != EMPTY
+                    done.append(html if html == EMPTY else
+                                html.replace("<div", f'<div style="--o:{place}"', 1))
+    return ["".join(done) for done in sides]
 
 
 def two_sides(before, after, name):
@@ -206,6 +224,6 @@ def two_sides(before, after, name):
     left = column(before, rows, "d", "−", "del")
     right = column(after, [(new, old, kind) for old, new, kind in rows], "a", "+", "ins")
     cells = list(with_moves(rows, left, right, moved(before, after)))
-    bodies = ["".join(column) for column in zip(*cells)]
+    bodies = placed(cells)
     return (f'<div class="diff" style="--rows:{len(cells) + 1}">{side(before, name, bodies[0])}'
             f'{side(after, name, bodies[1])}</div>')

@@ -26,6 +26,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.code, self.version, self.line = [], [], [], None, None
+        self.prose, self.diffs = "", []
         self.feed(text)
         self.close()
 
@@ -36,6 +37,11 @@ class Page(HTMLParser):
             self.open.append((tag, attributes))
         if attributes.get("class") == "side":
             self.version = "v" + re.search(r"version (\d)", attributes["aria-label"])[1]
+        if attributes.get("class") == "diff":
+            self.diffs.append([])
+        if tag == "div" and "--o" in attributes.get("style", ""):
+            place = int(attributes["style"].split(":")[1])
+            self.diffs[-1].append([place, attributes.get("class"), None, ""])
         if tag == "code" and self.line is not None:
             self.code.append((self.version, self.line, ""))
 
@@ -52,9 +58,15 @@ class Page(HTMLParser):
         tags = [tag for tag, _ in self.open]
         if tags[-2:] == ["div", "i"]:
             self.line = int(data) if data.isdigit() else None
+            if "--o" in self.open[-2][1].get("style", ""):
+                self.diffs[-1][-1][2] = self.line
         elif self.line is not None and "code" in tags:
             version, line, text = self.code[-1]
             self.code[-1] = version, line, text + data
+            if any("--o" in attributes.get("style", "") for _, attributes in self.open):
+                self.diffs[-1][-1][-1] += data
+        elif not {"code", "style"} & set(tags):
+            self.prose += data
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +90,19 @@ def test_every_changed_function_has_a_note_and_every_note_a_changed_function():
 
 
 @pytest.mark.parametrize("step, name", diffs.NOTES)
-def test_a_note_says_why_what_otherwise_and_the_shapes(step, name):
-    starts = [part.strip().split(": ")[0] for part in diffs.NOTES[step, name].split("\n\n")]
-    assert starts[-2:] == ["Otherwise", "Shapes"] and len(starts) > 2
+def test_a_note_says_why_and_then_what_otherwise_and_the_shapes(step, name):
+    """These two where there is something to say; and no shapes that are what they were."""
+    parts = [" ".join(part.split()) for part in diffs.NOTES[step, name].split("\n\n")]
+    kinds = [part.split(": ")[0] if re.match("Otherwise: |Shapes: ", part) else "why"
+             for part in parts]
+    assert re.fullmatch("(why )+(Otherwise )?(Shapes )?", " ".join([*kinds, ""]))
+    for row in parts[-1].removeprefix("Shapes: ").split("; ") if kinds[-1] == "Shapes" else []:
+        before, _, after = row.split(": ", 1)[1].partition(" => ")
+        assert before != after
+
+
+def test_most_notes_say_what_otherwise():
+    assert sum("Otherwise: " in note for note in diffs.NOTES.values()) > len(diffs.NOTES) * 2 / 3
 
 
 @pytest.mark.parametrize("step, name", diffs.NOTES)
@@ -100,6 +122,31 @@ def test_code_is_that_of_the_scripts(page):
     for version, lines in scripts.items():
         shown = {number for other, number, _ in page.code if other == version}
         assert [line for number, line in enumerate(lines, 1) if line and number not in shown] == []
+
+
+def test_on_a_narrow_screen_a_diff_is_in_one_column(page):
+    """Without its + lines it is the old function, without its − lines the new one."""
+    names = [(before, after, name) for before, after in diffs.STEPS
+             for name in sidebyside.parts(after)
+             if name in sidebyside.changed(before, after) and name in sidebyside.parts(before)]
+    assert len(page.diffs) == len(names)
+    for (before, after, name), lines in zip(names, page.diffs):
+        assert len({place for place, *_ in lines}) == len(lines)
+        shown = [(kind, text) for _, kind, number, text in sorted(lines)
+                 if kind != "u" and number is not None]
+        for version, other in (before, "a"), (after, "d"):
+            assert ([text for kind, text in shown if kind != other]
+                    == [text for _, text in sidebyside.lines_of(version, name)])
+
+
+def test_the_table_names_the_files_of_beyond(text):
+    table = text[text.index('<table class="beyond">'):].replace("<wbr>", "")
+    named = re.findall(r"<th scope=\"row\"><code>(\w+\.py)</code>", table)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "beyond").glob("*.py"))
+
+
+def test_one_kind_of_apostrophe(page):
+    assert re.findall(r".{9}\w'\w.{9}|.{9}\w' .{9}", page.prose) == [] and "’" in page.prose
 
 
 def test_it_needs_nothing_from_elsewhere_and_is_small(text, page):
@@ -181,8 +228,11 @@ def test_drawings_show_what_generate_does(tiny, monkeypatch):
     gpt2_v3_kvcache.generate(*batch, params, hparams["n_head"], len(drawings.NEXT[0]))
     for pos_ids, mask in passes:
         T, S = mask.shape[2:]
-        for row in range(len(drawings.ROWS)):
-            assert drawings.positions(row, S)[S - T:] == pos_ids[row].tolist()
+        for row, prompt in enumerate(drawings.ROWS):
+            padding = drawings.COLUMNS - len(prompt)
+            assert drawings.positions(row, S)[:padding] == ["–"] * padding
+            real = slice(max(padding - (S - T), 0), None)
+            assert drawings.positions(row, S)[S - T:][real] == pos_ids[row, real].tolist()
             drawn = [[drawings.look(row, query, key) == "on" for key in range(S)]
                      for query in range(S - T, S)]
             np.testing.assert_array_equal(drawn, mask[row, 0] == 0)
@@ -192,4 +242,11 @@ def test_costs_are_those_of_the_formula():
     for (n_layer, n_head, head_dim, size), row in zip(diffs.MODELS.values(),
                                                       diffs.cost_rows().splitlines()):
         per_token = kv_cache_bytes(n_layer, 1, 1, n_head, head_dim, size)
-        assert f"<td>{per_token // 1024}</td></tr>" in row and per_token % 1024 == 0
+        assert f"</th><td>{per_token // 1024}</td>" in row and per_token % 1024 == 0
+
+
+def test_the_charts_show_what_was_measured(text):
+    times = drawings.measured()
+    assert len(times) > 5 and all(len(row) == 3 for row in times.values())
+    for time in times[max(times)]:
+        assert f"{time:,.0f} in version" in text or f"{time:,.0f} milliseconds in version" in text
