@@ -282,7 +282,7 @@ def read_tokenizer_config(folder):
                                  or read("config.json").get("tokenizer_class"))
     for name, values in CONFIG_FITTING.items():
         if config.get(name) not in values:
-            raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is {config[name]!r:.200}; "
+            raise ValueError(f"{folder}, tokenizer_config.json: {name} is {config[name]!r:.200}; "
                              f"these scripts can use a tokenizer only if it is {values[-1]!r}")
     return config
 
@@ -399,12 +399,14 @@ def read_old_added_tokens(path, named):
 
 def added_token(path, token_id, entry):
     """Return the AddedToken that JSON describes. ValueError, with the path, if it doesn't."""
-    flags = "lstrip", "rstrip", "single_word", "normalized"
-    values = [entry.get(flag, False) for flag in flags] if isinstance(entry, dict) else [None]
-    if not (is_id(token_id) and all(type(value) is bool for value in values)
-            and isinstance(entry.get("content"), str) and entry["content"]):
+    fields = entry if isinstance(entry, dict) else {}
+    text = fields.get("content")
+    flags = [fields.get(name, False) for name in ("lstrip", "rstrip", "single_word")]
+    flags.append(fields.get("normalized", not fields.get("special", False)))
+    if not (is_id(token_id) and isinstance(text, str) and text
+            and all(type(flag) is bool for flag in flags)):
         raise ValueError(f"{path}: {str(entry):.200} is not an added token with an id")
-    return AddedToken(entry["content"], token_id, **dict(zip(flags, values)))
+    return AddedToken(text, token_id, *flags)
 
 
 def is_id(value):

@@ -103,7 +103,7 @@ def load_encoder_and_config(folder):
 
 
 def check_choices(folder):
-    """ValueError if generation_config.json, else config.json, asks for more than greedy decoding."""
+    """ValueError if generation_config.json, else config.json, asks for other tokens than greedy."""
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
     settings = read_json(path)

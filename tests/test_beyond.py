@@ -163,7 +163,8 @@ def test_sampling_refuses_what_is_out_of_range(wrong, params):
 
 
 def test_sampling_options_out_of_range():
-    assert "temperature is -0.1, but must be 0 or more" in refused("sampling", "Once", "--temperature", "-0.1")
+    line = refused("sampling", "Once", "--temperature", "-0.1")
+    assert "temperature is -0.1, but must be 0 or more" in line
     assert "seed is -1" in refused("sampling", "Once", "--seed", "-1")
 
 

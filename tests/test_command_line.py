@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -345,3 +346,30 @@ def test_main_in_a_notebook(monkeypatch, tiny):
 def test_requests_waits_for_a_download():
     program = "import sys, gpt2_v4_prealloc; sys.exit('requests' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_n_with_an_equals_sign():
+    assert run_here(V3, "x", "-n=1")[0] == 0 and run_here(V3, "x", "-n1")[0] == 0
+
+
+def test_n_and_a_dash():
+    assert "unknown option '-n-3'" in run_here(V3, "x", "-n-3")[2]
+
+
+def test_standard_input_that_cannot_be_read():
+    result = run_in_shell(V3, "- 0> /dev/null")
+    assert result.returncode == 2
+    assert b"can't read standard input: Bad file descriptor" in result.stderr
+
+
+def test_no_room_at_all(tmp_path):
+    write_scripted_model(tmp_path / "m", [66, 67, 68])
+    line = run_here(V3, "abcd", "-n", "1", "--model", str(tmp_path / "m"))[2]
+    assert "context of 3: shorten the prompt\n" in line and "take" not in line
+
+
+def test_an_empty_prompt_is_the_begin_token():
+    """Whatever that is; it need not be <|endoftext|>."""
+    encoder = types.SimpleNamespace(bos_token_id=258, end_of_text=0, encode=lambda text: [1, 2])
+    job = types.SimpleNamespace(encoder=encoder)
+    assert utils.Job.encode(job, "") == [258] and utils.Job.encode(job, "x") == [1, 2]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tqdm
+import urllib3
 from urllib3.util import Retry
 
 import hub as hub_module
@@ -582,7 +583,8 @@ def index_with(name):
     ("model.safetensors.index.json", lambda file: file.clear(), "no weight_map"),
     ("model.safetensors.index.json", index_with("x.safetensors"), "404 for x.safetensors"),
     ("config.json", lambda file: file.update(n_layer=3), "no tensor h.2.ln_1.weight"),
-    ("config.json", lambda file: file.update(tie_word_embeddings=False), "no tensor lm_head.weight"),
+    ("config.json", lambda file: file.update(tie_word_embeddings=False),
+     "no tensor lm_head.weight"),
 ])
 def test_a_repository_that_is_refused_leaves_nothing(hub, sharded, tmp_path, file, edit, says):
     """Neither what is wrong with a small file, for which no weights are fetched, nor a shard that
@@ -627,3 +629,118 @@ def test_gpt2_is_the_124m_that_is_there(hub, model, tmp_path):
     hub.requests.clear()
     assert find_model("gpt2", tmp_path) == tmp_path / "124M"
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("value, forbids", [
+    ("yes", True), ("on ", True), ("0", False), ("", False), ("false", False)])
+def test_offline_values(tmp_path, monkeypatch, value, forbids):
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    with pytest.raises(DownloadError) as error:
+        find_model("gpt2", tmp_path / "models")
+    assert ("HF_HUB_OFFLINE" in str(error.value)) == forbids
+
+
+@pytest.mark.parametrize("status, stays", [(401, False), (403, False), (404, False), (500, True)])
+def test_what_stays_of_a_download(hub, tmp_path, no_pauses, status, stays):
+    hub.statuses = {"vocab.json": [status, "always"]}
+    with pytest.raises(DownloadError, match=str(status)):
+        find_model("some.one/a_model-2", tmp_path)
+    assert (tmp_path / "some.one" / "a_model-2" / "config.json").exists() == stays
+    assert (tmp_path / "some.one").exists() == stays
+
+
+def test_files_of_the_users_stay(hub, model, tmp_path):
+    """Even those that we would have fetched."""
+    (tmp_path / "no.one" / "nothing").mkdir(parents=True)
+    (tmp_path / "no.one" / "nothing" / "config.json").write_bytes(model["config.json"])
+    with pytest.raises(DownloadError, match="404 for vocab.json"):
+        find_model("no.one/nothing", tmp_path)
+    assert contents(tmp_path / "no.one" / "nothing") == {"config.json": model["config.json"]}
+
+
+def test_all_files_of_the_old_layout(hub, tmp_path):
+    files = contents(ROOT / "tests" / "data" / "folders" / "old_added_tokens")
+    hub.files |= {f"no.one/old/{name}": content for name, content in files.items()}
+    find_model("no.one/old", tmp_path)
+    files.pop("expected.json")
+    assert contents(tmp_path / "no.one" / "old") == files
+
+
+def test_no_index_is_asked_for_beside_the_weights(hub, model, tmp_path):
+    (tmp_path / "124M").mkdir()
+    (tmp_path / "124M" / WEIGHTS).write_bytes(model[WEIGHTS])
+    find_model("124M", tmp_path)
+    assert hub_module.INDEX not in [name for _, name, _ in hub.requests]
+
+
+@pytest.mark.parametrize("change", ["{}/", " {}\n", "{}//"])
+def test_an_endpoint_with_more(hub, model, tmp_path, monkeypatch, change):
+    monkeypatch.setenv("HF_ENDPOINT", change.format(hub.endpoint))
+    find_model("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_the_endpoint_by_default(monkeypatch):
+    for value in "", " ":
+        monkeypatch.setenv("HF_ENDPOINT", value)
+        urls = []
+
+        class Session:
+            def get(self, url, **options):
+                urls.append(url)
+                raise OSError("no")
+        with pytest.raises(DownloadError):
+            hub_module.request_file(Session(), "a/b", "c", 0)
+        assert urls == ["https://huggingface.co/a/b/resolve/main/c"]
+
+
+def test_an_ipv6_endpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://[::1]:9")
+    with pytest.raises(DownloadError, match="can't fetch config.json"):
+        find_model("124M", tmp_path)
+
+
+def test_four_breaks(hub, model, tmp_path):
+    hub.faults = {WEIGHTS: ["cut"] * 4}
+    find_model("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+@pytest.mark.parametrize("token", ["hf_ünicode", "hf_日本", "hf_two\nlines"])
+def test_a_token_that_is_none(hub, tmp_path, monkeypatch, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(DownloadError, match="HF_TOKEN is not a token"):
+        find_model("124M", tmp_path)
+    assert hub.requests == []
+
+
+def test_a_connection_that_fails_at_first(hub, model, tmp_path, monkeypatch, no_pauses):
+    connect, failures = urllib3.connection.HTTPConnection._new_conn, [1, 1]
+
+    def new_conn(self):
+        if failures:
+            failures.pop()
+            raise urllib3.exceptions.NewConnectionError(self, "refused")
+        return connect(self)
+    monkeypatch.setattr(urllib3.connection.HTTPConnection, "_new_conn", new_conn)
+    find_model("124M", tmp_path)
+    assert contents(tmp_path / "124M") == model
+
+
+def test_less_than_the_hub_announces(hub, model, tmp_path):
+    """What came is kept."""
+    size = len(model[WEIGHTS])
+    headers = {"X-Linked-ETag": "none", "X-Linked-Size": size}
+    hub.instead = {WEIGHTS: (200, headers, model[WEIGHTS][:-9])}
+    says = f"broke off after {size - 9} of {size} bytes, which are kept"
+    with pytest.raises(DownloadError, match=says):
+        find_model("124M", tmp_path)
+    assert (tmp_path / "124M" / f"{WEIGHTS}.part").stat().st_size == size - 9
+
+
+def test_the_length_of_a_part_is_not_the_size():
+    class Answer:
+        status_code, history = 206, []
+        headers = {"X-Linked-ETag": '"' + "0" * 64 + '"', "Content-Length": "5"}
+
+    assert hub_module.announced(Answer()) == (0, "0" * 64)

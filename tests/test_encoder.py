@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from encoder import AddedToken, Encoder, byte_symbols, load_encoder
+from encoder import WORD, AddedToken, Encoder, byte_symbols, load_encoder
 from helpers import openai_vocab
 
 DATA = ROOT / "tests" / "data"
@@ -50,7 +50,8 @@ def test_published_ids(openai):
 # bytes 0x80 to 0xA0 follow the 33 control characters, 0x7F among them: 188 + 34 + (byte - 0x80).
 @pytest.mark.parametrize("raw, ids", [
     (b"\xff", [187]), (b"\xfe\xff\xff", [186, 187, 187]), (b"\x80", [222]),
-    (b"a\xffb", [64, 187, 65]), (b" \xff", [220, 187]), (b"\xff<|endoftext|>\xff", [187, 50256, 187]),
+    (b"a\xffb", [64, 187, 65]), (b" \xff", [220, 187]),
+    (b"\xff<|endoftext|>\xff", [187, 50256, 187]),
 ])
 def test_bytes_that_are_no_utf8(openai, raw, ids):
     """They reach Python as surrogate escapes, from the command line for one."""
@@ -187,3 +188,69 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         load_encoder(tmp_path)
     assert str(tmp_path / name) in str(error.value)
+
+
+# Encoders of the 256 bytes, whose ids end at 256, and a few tokens; ids and splits are those that
+# tokenizers 0.23.3 gives for the same.
+@pytest.mark.parametrize("text, words", [
+    ("\tthe", ["\t", "the"]), ("1½Ⅷ2", ["1½Ⅷ2"]), ("हि", ["ह", "ि"]), ("aⒶ", ["a", "Ⓐ"]),
+    ("'S'Twas I'M", ["'", "S", "'", "Twas", " I", "'", "M"])])
+def test_words(text, words):
+    """As tokenizers' ByteLevel splits: a letter is \\p{L}, a number \\p{N}, and nothing else is."""
+    assert WORD.findall(text) == words
+
+
+BYTES = openai_vocab([])
+
+
+@pytest.mark.parametrize("text, ids", [
+    ("a\x1f<l>", [64, 219, 257]), ("<l>\x1fa", [257, 219, 64]), ("a\x85<l>\u2028a", [64, 257, 64])])
+def test_white_space_beside_an_added_token(text, ids):
+    """Unicode's: U+001C to U+001F are none, though Python's str.isspace says so."""
+    encoder = Encoder(BYTES, [], [AddedToken("<l>", 257, lstrip=True, rstrip=True)])
+    assert encoder.encode(text) == ids
+
+
+@pytest.mark.parametrize("beside, is_cut", [
+    ("_", False), ("1", False), ("\u200d", False), ("Ⓐ", False), ("Ⅷ", False), ("\u0301", False),
+    ("²", True), ("½", True), ("-", True)])
+def test_a_single_word(beside, is_cut):
+    encoder = Encoder(BYTES, [], [AddedToken("word", 257, single_word=True)])
+    for text in beside + "word", "word" + beside:
+        assert (257 in encoder.encode(text)) == is_cut
+
+
+def test_the_longest_added_token():
+    tokens = [AddedToken("two", 257), AddedToken("two words", 258)]
+    assert Encoder(BYTES, [], tokens).encode("two words") == [258]
+
+
+def test_white_space_that_two_tokens_want():
+    tokens = [AddedToken("<r>", 257, rstrip=True), AddedToken("\n<l>", 258, lstrip=True)]
+    assert Encoder(BYTES, [], tokens).encode("<r> \n<l>z") == [257, 258, 89]
+
+
+def test_ranks_are_not_ids():
+    vocab = BYTES | {"ab": 258, "bc": 257}
+    assert Encoder(vocab, [["a", "b"], ["b", "c"]]).encode("abc") == [258, 66]
+    assert Encoder(vocab, [["b", "c"], ["a", "b"]]).encode("abc") == [64, 257]
+
+
+def test_a_merge_that_is_there_twice():
+    merges = [["b", "c"], ["a", "b"], ["b", "c"]]
+    assert Encoder(BYTES | {"ab": 257, "bc": 258}, merges).encode("abc") == [257, 66]
+
+
+def test_an_added_token_that_the_merges_make():
+    vocab = BYTES | {"Ġa": 257}
+    encoder = Encoder(vocab, [["Ġ", "a"]], [AddedToken("Ġa", 257), AddedToken("Ġ", BYTES["Ġ"])])
+    assert encoder.decode([257, BYTES["Ġ"], 64]) == " a a"
+
+
+def test_a_token_that_is_no_bytes():
+    assert Encoder(BYTES | {"€ a": 257}, []).decode([257]) == "€ a"
+
+
+def test_one_text_with_two_ids():
+    with pytest.raises(ValueError, match="'!' has two ids, 0 and 257"):
+        Encoder(BYTES, [], [AddedToken("!", 257)])

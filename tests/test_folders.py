@@ -76,6 +76,10 @@ def test_a_byte_without_a_token():
     ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": None}, 0, [0]),
     ({"bos_token_id": 50256, "eos_token_id": 50256}, {"eos_token_id": 50256}, 0, [0]),
     ({"eos_token_id": [50256, 6]}, {"bos_token_id": 279}, 279, [6]),
+    ({"eos_token_id": 50256}, {"eos_token_id": 9}, 0, [9]),
+    ({"eos_token_id": 280, "bos_token_id": 280}, {}, 0, [0]),
+    ({"eos_token_id": 0, "bos_token_id": 0}, {"eos_token_id": 9, "bos_token_id": 9}, 0, [0]),
+    ({"bos_token_id": [5, 6], "eos_token_id": []}, {"eos_token_id": 9}, 5, [9]),
 ])
 def test_where_texts_begin_and_end(tmp_path, generation, config, begin, ends):
     folder = shutil.copytree(FOLDERS / "tokenizer_json", tmp_path / "m")

@@ -218,7 +218,7 @@ def test_models_by_name_and_by_folder(folder, monkeypatch):
     assert find_model("models/copy").resolve() == folder
     (folder.parent / "half").mkdir()
     (folder.parent / "half" / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json .nor a token"):
+    with pytest.raises(FileNotFoundError, match="half is incomplete: it has no vocab.json .nor"):
         load_encoder_hparams_and_params("half", models_dir)
     for name in "tiny", "no such model":
         with pytest.raises(FileNotFoundError, match=f"no model '{name}'; .* has copy; "):
@@ -272,3 +272,31 @@ def test_a_config_that_does_not_fit(folder, change, message):
     with pytest.raises(ValueError, match=message) as error:
         load_encoder_hparams_and_params(folder)
     assert str(folder) in str(error.value)
+
+
+def test_an_untied_head_that_is_the_same(tmp_path):
+    tensors = random_tensors(HPARAMS)
+    write_safetensors(tmp_path / "x", tensors | {"lm_head.weight": tensors["wte.weight"]})
+    load_params(tmp_path / "x", HPARAMS, tied=False)
+
+
+@pytest.mark.parametrize("edit, message", [
+    (lambda header, data: ({}, b""), "there is no tensor wte.weight"),
+    (entry("wte.weight", data_offsets=[False, 552]), "wte.weight, but"),
+    (lambda header, data: ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+                            "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 4]}}, data[:4]),
+     "b is said to be at"),
+])
+def test_headers(tmp_path, edit, message):
+    write_safetensors(tmp_path / "x", random_tensors(HPARAMS))
+    rewrite(tmp_path / "x", edit)
+    with pytest.raises(ValueError, match=message):
+        load_params(tmp_path / "x", HPARAMS)
+
+
+def test_an_lm_head_that_differs_by_a_bit(tmp_path):
+    tensors = random_tensors(HPARAMS)
+    head = np.nextafter(tensors["wte.weight"], np.float32(9))
+    write_safetensors(tmp_path / "x", tensors | {"lm_head.weight": head})
+    with pytest.raises(ValueError, match="lm_head.weight differs"):
+        load_params(tmp_path / "x", HPARAMS)
