@@ -209,7 +209,8 @@ def test_help():
 ], ids=lambda value: str(value)[:40])
 def test_a_mistake_is_one_line(script, arguments, says):
     status, stdout, stderr = run_here(script, *arguments)
-    [line] = stderr.splitlines()
+    # on a busy machine, reading the bundled model may take long enough for a bar
+    [line] = [line for line in stderr.splitlines() if line and "reading the weights" not in line]
     assert status == 2
     assert stdout == ""
     assert line.startswith(f"{script}: error: ")
