@@ -23,8 +23,10 @@ def gelu(x):
 
 def softmax(x):
     """Turn the last axis into probabilities; subtracting the maximum keeps exp from overflowing."""
-    x = np.exp(x - x.max(axis=-1, keepdims=True))
-    return x / x.sum(axis=-1, keepdims=True)
+    x = x - x.max(axis=-1, keepdims=True)
+    np.exp(x, out=x)                         # in place, because no arrays are as large as scores
+    x /= x.sum(axis=-1, keepdims=True)
+    return x
 
 
 def layer_norm(x, g, b, eps=1e-5):

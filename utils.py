@@ -40,12 +40,13 @@ SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_py
             "is_causal": [True], "sliding_window": [None], "attention_chunk_size": [None],
             "transformers_weights": [None]}
 # settings of generation_config.json that make Transformers choose other tokens than the most likely
-CHOICES = {"num_beams": [1], "repetition_penalty": [1], "encoder_repetition_penalty": [1],
-           "no_repeat_ngram_size": [0], "encoder_no_repeat_ngram_size": [0], "guidance_scale": [1],
-           "penalty_alpha": [0]} | dict.fromkeys((
-               "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias",
-               "forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints",
-               "exponential_decay_length_penalty", "watermarking_config", "dola_layers"), [])
+# ones -> the value that does not, if it is another than 0, nothing or an empty list
+CHOICES = dict.fromkeys(["num_beams", "repetition_penalty", "encoder_repetition_penalty",
+                         "guidance_scale"], 1) | dict.fromkeys(
+    ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha", "suppress_tokens",
+     "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id",
+     "forced_eos_token_id", "force_words_ids", "constraints", "exponential_decay_length_penalty",
+     "watermarking_config", "dola_layers"])
 # safetensors' number types; NumPy has no bfloat16, which is the upper half of a float32
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -107,8 +108,8 @@ def check_choices(folder):
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
     settings = read_json(path)
-    for key, values in CHOICES.items():
-        if settings.get(key) not in [None, *values]:
+    for key, neutral in CHOICES.items():
+        if settings.get(key) and settings[key] != neutral:
             raise ValueError(f"{path}: {key} is {settings[key]!r:.200}, which changes what is "
                              f"generated; these scripts can't do that: remove it to go on without")
 

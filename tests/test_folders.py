@@ -103,7 +103,7 @@ def test_settings_that_ask_for_nothing(tmp_path):
     folder = shutil.copytree(FOLDERS / "tokenizer_json", tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({
         "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "top_k": 50,
-        "bad_words_ids": None, "suppress_tokens": None, "do_sample": True, "temperature": 0.7}))
+        "bad_words_ids": None, "suppress_tokens": [], "do_sample": True, "temperature": 0.7}))
     load_encoder_hparams_and_params(folder)
 
 
