@@ -79,7 +79,7 @@ class Encoder:
     vocab: {symbols: id}, the ids in any order; merges: pairs of symbols, in the order in which
     they were learned; added_tokens: AddedTokens, each text once. add_prefix_space: what is encoded
     begins with a space, if need be with one put there. ValueError if a merge needs a token that
-    the vocabulary lacks, or an id stands for two tokens, or a token has two ids.
+    the vocabulary lacks, or an id stands for two tokens, or a token is there twice.
     """
 
     def __init__(self, vocab, merges, added_tokens=(), add_prefix_space=False):
@@ -98,8 +98,10 @@ class Encoder:
         self.literal = {token.id for token in added_tokens} - made
 
         self.ids = vocab | {token.text: token.id for token in added_tokens}
-        if len({token.text for token in added_tokens}) < len(added_tokens):
-            raise ValueError("an added token is there twice")
+        texts = sorted(token.text for token in added_tokens)
+        for text, next_text in zip(texts, texts[1:]):
+            if text == next_text:
+                raise ValueError(f"the added token {text!r} is there twice: remove one")
         "".join(self.ids).encode()                # ValueError for a lone surrogate
         self.tokens = {}                          # id -> token
         for token, token_id in self.ids.items():
@@ -217,16 +219,20 @@ def read_text(path):
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def read_json(path):
-    """Return the object in a JSON file. ValueError, with the path, if there is none."""
-    text = read_text(path)
+def parse_json(name, text):
+    """Return the object in a JSON text. ValueError, with its name, if there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{name} does not hold a JSON object")
     return value
+
+
+def read_json(path):
+    """Return the object in a JSON file. ValueError, with the path, if there is none."""
+    return parse_json(path, read_text(path))
 
 
 def load_encoder(folder):
@@ -258,7 +264,8 @@ def load_encoder(folder):
         added_path, added = path, in_file
     else:
         path = f"{folder / 'vocab.json'} and merges.txt"
-        vocab, merges = read_vocab(folder / "vocab.json"), read_merges(folder / "merges.txt")
+        vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
+        merges = read_merges(folder / "merges.txt")
         add_prefix_space = bool(config.get("add_prefix_space"))
     added = add_named_tokens(added_path, vocab, added, named)
     try:
@@ -268,9 +275,10 @@ def load_encoder(folder):
 
 
 def read_tokenizer_config(folder):
-    """Return what tokenizer_config.json says, with what older files say if it is silent.
+    """Return what tokenizer_config.json says. ValueError for what would make other ids.
 
-    ValueError for a setting that would make other ids.
+    Without added_tokens_decoder it is an old one: then special_tokens_map.json, if there, has
+    precedence. config.json may name the tokenizer's class.
     """
     def read(name):
         return read_json(folder / name) if (folder / name).is_file() else {}
@@ -282,8 +290,8 @@ def read_tokenizer_config(folder):
                                  or read("config.json").get("tokenizer_class"))
     for name, values in CONFIG_FITTING.items():
         if config.get(name) not in values:
-            raise ValueError(f"{folder}, tokenizer_config.json: {name} is {config[name]!r:.200}; "
-                             f"these scripts can use a tokenizer only if it is {values[-1]!r}")
+            raise ValueError(f"{folder}: {name} of its tokenizer is {config[name]!r:.200}; these "
+                             f"scripts can use a tokenizer only if it is {values[-1]!r}")
     return config
 
 
@@ -355,12 +363,8 @@ def read_tokenizer_json(path):
     return vocab, merges, added, bool(file["pre_tokenizer"].get("add_prefix_space", True))
 
 
-def read_vocab(path):
-    """Return {symbols: id}, which is what vocab.json holds."""
-    return check_vocab(path, read_json(path))
-
-
 def check_vocab(path, vocab):
+    """Return {symbols: id}. ValueError, with the path, if it is something else."""
     if not isinstance(vocab, dict):
         raise ValueError(f"{path}: its vocabulary is not an object, {{token: id}}")
     for token, token_id in vocab.items():

@@ -1,6 +1,6 @@
 """The Hugging Face Hub: a model's files from its cache on this machine, or downloaded.
 
-Which files make a model, hub.weight_files and hub.missing_file tell from the folder alone.
+weight_files and missing_file tell, from the folder alone, which files make a model.
 """
 import contextlib
 import hashlib
@@ -136,10 +136,10 @@ def check_files(folder):
 def find_here(repo, models_dir):
     """Return the folder that has a repository's model already, or None.
 
-    It may have been downloaded by OpenAI's name of the size, or by another program.
+    It may have been downloaded by another of its names, or by another program.
     """
-    for name in REPOS:
-        if REPOS[name] == repo and name.endswith("M") and is_complete(models_dir / name):
+    for name in repo, *(name for name in REPOS if REPOS[name] == repo):
+        if is_complete(models_dir / name):
             return models_dir / name
     return find_in_cache(repo)
 
@@ -171,8 +171,8 @@ def download_model(repo, folder, models_dir, check_small_files, check_weights, c
     $HF_HUB_OFFLINE, no request is made. A file gets its name only when it is whole, and the next
     run goes on where this one stops. check_small_files(folder) is called before the weights are
     fetched, check_weights(path) with each file of them, check_model(folder) in the end: ValueError
-    if the model is none that we can use. Then what was fetched is deleted. DownloadError or
-    ValueError says why, and what to do.
+    if the model is none that we can use. If the Hub refuses a file, or a check does, what this call
+    fetched is deleted. DownloadError or ValueError says why, and what to do.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE"):
         raise DownloadError(f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch "
@@ -219,7 +219,7 @@ def download_model(repo, folder, models_dir, check_small_files, check_weights, c
     except BrokenPipeError:                           # nobody reads the progress any more
         raise
     except OSError as error:
-        raise DownloadError(f"can't use {error.filename or folder}: {error.strerror}; "
+        raise DownloadError(f"can't use {error.filename or folder}: {error.strerror or error}; "
                             f"--models_dir names another place") from None
     return folder
 

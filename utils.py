@@ -7,7 +7,6 @@ try:                                              # a Ctrl-C needs no traceback:
     import datetime  # noqa: F401  NumPy makes an ImportError of a Ctrl-C while it imports this
     import io
     import itertools
-    import json
     import math
     import os
     import re
@@ -18,7 +17,7 @@ try:                                              # a Ctrl-C needs no traceback:
     import tqdm
 
     import hub
-    from encoder import is_id, load_encoder, read_json
+    from encoder import is_id, load_encoder, parse_json, read_json
     from hub import DownloadError
 except KeyboardInterrupt:
     sys.exit(130)                                 # 128 + SIGINT, as shells say it
@@ -40,13 +39,14 @@ SETTINGS = {"model_type": ["gpt2"], "activation_function": ["gelu_new", "gelu_py
             "is_causal": [True], "sliding_window": [None], "attention_chunk_size": [None],
             "transformers_weights": [None]}
 # settings of generation_config.json that make Transformers choose other tokens than the most likely
-# ones -> the value that does not, if it is another than 0, nothing or an empty list
+# ones -> the value, beside None and an empty list, that does not
 CHOICES = dict.fromkeys(["num_beams", "repetition_penalty", "encoder_repetition_penalty",
                          "guidance_scale"], 1) | dict.fromkeys(
-    ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha", "suppress_tokens",
-     "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id",
-     "forced_eos_token_id", "force_words_ids", "constraints", "exponential_decay_length_penalty",
-     "watermarking_config", "dola_layers"])
+    ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha", "min_length",
+     "min_new_tokens"], 0) | dict.fromkeys(
+    ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias",
+     "forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints",
+     "exponential_decay_length_penalty", "watermarking_config", "dola_layers"])
 # safetensors' number types; NumPy has no bfloat16, which is the upper half of a float32
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -93,35 +93,34 @@ def load_encoder_and_config(folder):
     n_rows, highest = config["vocab_size"], max(encoder.tokens, default=-1)
     if highest >= n_rows:
         raise ValueError(f"{folder}: the token {encoder.tokens[highest]!r} has the id {highest}, "
-                         f"but by config.json's vocab_size the model has {n_rows} rows, from 0 on")
-    check_choices(folder)
-    begins, ends = (token_ids(folder, key, n_rows) for key in ("bos_token_id", "eos_token_id"))
-    if begins:
-        encoder.bos_token_id = begins[0]
-    if ends:
-        encoder.eos_token_ids = ends
+                         f"but by config.json's vocab_size the model has {n_rows} rows, from 0 on: "
+                         f"are the two of one model?")
+    # what is said of generating, first by generation_config.json, then by config.json
+    sources = [(path, read_json(path)) for name in ("generation_config.json", "config.json")
+               if (path := folder / name).is_file()]
+    check_choices(*sources[0])
+    begins, ends = (token_ids(sources, key, n_rows) for key in ("bos_token_id", "eos_token_id"))
+    encoder.bos_token_id = next(iter(begins), encoder.bos_token_id)
+    encoder.eos_token_ids = ends or encoder.eos_token_ids
     return encoder, config
 
 
-def check_choices(folder):
-    """ValueError if generation_config.json, else config.json, asks for other tokens than greedy."""
-    path = folder / "generation_config.json"
-    path = path if path.is_file() else folder / "config.json"
-    settings = read_json(path)
+def check_choices(path, settings):
+    """ValueError if settings of generating ask for other tokens than the most likely ones."""
     for key, neutral in CHOICES.items():
-        if settings.get(key) and settings[key] != neutral:
+        if settings.get(key) not in (None, [], {}, neutral):
             raise ValueError(f"{path}: {key} is {settings[key]!r:.200}, which changes what is "
                              f"generated; these scripts can't do that: remove it to go on without")
 
 
-def token_ids(folder, key, n_vocab):
-    """Return the ids that generation_config.json, else config.json, has for a key, or [].
+def token_ids(sources, key, n_vocab):
+    """Return the ids that the first source, else the second, has for a key, or [].
 
     They have a number or a list. Some say 50256, whatever the vocabulary: what is beyond it is
     passed over. ValueError for anything else.
     """
-    for path in folder / "generation_config.json", folder / "config.json":
-        value = read_json(path).get(key) if path.is_file() else None
+    for path, settings in sources:
+        value = settings.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(map(is_id, ids)):
             raise ValueError(f"{path}: {key} is {value!r:.200}, not a token id")
@@ -136,7 +135,7 @@ def load_config(path):
     for alias, key in ALIASES.items():
         if alias in config and config.setdefault(key, config[alias]) != config[alias]:
             raise ValueError(f"{path}: {alias} is {config[alias]!r:.200}, but {key} is "
-                             f"{config[key]!r:.200}")
+                             f"{config[key]!r:.200}: make them agree")
     config = DEFAULTS | config
     for key, values in SETTINGS.items():
         if config.get(key, values[0]) not in values:
@@ -165,13 +164,7 @@ def read_safetensors_header(path):
         if data_start > size:
             raise ValueError(f"{path} is not a safetensors file, or cut off in its header; delete "
                              f"it and fetch it again")
-        header = file.read(data_start - 8)
-    try:
-        header = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: its header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: its header is not a JSON object")
+        header = parse_json(f"{path}: its header", file.read(data_start - 8))
     header.pop("__metadata__", None)
     tensors = {}
     for name, info in header.items():
@@ -233,7 +226,7 @@ def read_tensor(name, path, dtype, shape, start, end):
 
 
 def load_params(path, hparams, n_inner=None, tied=True):
-    """Return the params in a .safetensors file, or in the shards of an index, as load... does.
+    """Return the params in a .safetensors file, or in the shards of an index.
 
     n_inner: the width of the feed-forward network, if it is not 4E. Names are those of GPT2Model,
     "wte.weight", or GPT2LMHeadModel, "transformer.wte.weight". The causal masks in old files,
@@ -276,10 +269,7 @@ def load_params(path, hparams, n_inner=None, tied=True):
                   "wpe": tensor("wpe.weight", hparams["n_ctx"], E),
                   "blocks": [block(f"h.{layer}") for layer in range(hparams["n_layer"])],
                   "ln_f": norm("ln_f")}
-        if not tied and "lm_head.weight" not in tensors:
-            raise ValueError(f"{path}: there is no tensor lm_head.weight, but config.json says "
-                             f"tie_word_embeddings false")
-        if "lm_head.weight" in tensors and not np.array_equal(
+        if (not tied or "lm_head.weight" in tensors) and not np.array_equal(
                 tensor("lm_head.weight", V, E), params["wte"]):
             raise ValueError(f"{path}: lm_head.weight differs from wte.weight; these scripts can "
                              f"run a GPT-2 only if the two are one (tie_word_embeddings)")
@@ -297,10 +287,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 1000 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return number
@@ -381,15 +368,12 @@ class Job:
         try:
             self.encoder, hparams, self.params = load_encoder_hparams_and_params(
                 options.model, options.models_dir)
+            self.prompts = [self.encode(text) for text in self.texts]
         except BrokenPipeError:                       # command_line knows what to do
             raise
         except (OSError, ValueError, DownloadError) as error:
             parser.error(str(error))
         self.n_head, n_ctx = hparams["n_head"], hparams["n_ctx"]
-        try:
-            self.prompts = [self.encode(text) for text in self.texts]
-        except ValueError as error:
-            parser.error(str(error))
         longest = max(map(len, self.prompts))
         room = n_ctx - longest + 1                # the last new token is never fed back
         if self.n_tokens_to_generate > room:

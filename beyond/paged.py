@@ -1,8 +1,8 @@
 """Beyond version 4: paged attention and continuous batching, so that no memory is held in vain.
 
 Version 4 reserves room for the longest text in every row of a batch, until the last row ends. Here,
-keys and values live in pages of 16 positions, from one pool. A request has a table of its pages,
-takes one when the last is full, gives all back when it ends, and the next to come takes its place.
+keys and values live in pages of 16 positions, from one pool. A request takes a page when those in
+its table are full, and gives all back at its end: then the next moves in (continuous batching).
 - If the pool runs dry, the request that came last gives its pages back, and waits. What it has said
   is kept, and computed again together with its prompt (preemption by recomputation).
 - Requests that begin with the same tokens share the full pages of that beginning. Nobody writes
@@ -63,32 +63,32 @@ class PagedKVCache:
         self.page_of = {tokens: page for tokens, page in self.page_of.items() if self.n_users[page]}
 
     def select(self, requests, pos_ids):
-        """Prepare for a pass that writes pos_ids [B, T]; return its mask [B, 1, T, S]."""
+        """update gets only k and v: note where pos_ids [B, T] are; return the mask [B, 1, T, S]."""
         P = max(len(request.pages) for request in requests)
         # [B, P]; page 0 stands where a row has no more pages, and the mask hides it
         self.tables = np.array([r.pages + [0] * (P - len(r.pages)) for r in requests])
-        self.pages = np.take_along_axis(self.tables, pos_ids // self.page_size, axis=1)  # [B, T]
+        self.new_pages = np.take_along_axis(self.tables, pos_ids // self.page_size, 1)  # [B, T]
         self.offsets = pos_ids % self.page_size                  # [B, T]
         return (np.arange(P * self.page_size) > pos_ids[:, None, :, None]) * np.float32(-1e10)
 
     def update(self, layer, k, v):
-        """Write k and v [B, H, T, D] into pages; return all that the rows have, [B, H, S, D]."""
+        """Write k, v [B, H, T, D] into pages; return all that the rows have, as [2, B, H, S, D]."""
         pool = self.pool[layer]                                  # [2, H, n_pages, page_size, D]
-        pool[:, :, self.pages, self.offsets] = np.stack([k, v]).swapaxes(1, 2)  # [2, H, B, T, D]
+        pool[:, :, self.new_pages, self.offsets] = np.stack([k, v]).swapaxes(1, 2)  # 2, H, B, T, D
         rows = pool.take(self.tables, axis=2)                    # [2, H, B, P, page_size, D]
         return rows.reshape(*rows.shape[:3], -1, rows.shape[-1]).swapaxes(1, 2)  # [2, B, H, S, D]
 
 
 class Request:
-    """A text of len(prompt) + n = end ids at last, the table of its pages, and what they hold."""
+    """A text that ends at end = len(prompt) + n ids; its pages; n_cached, the positions in them."""
 
     def __init__(self, prompt, n):
         self.ids, self.end = [int(token) for token in prompt], len(prompt) + n
         self.pages, self.n_cached = [], 0
 
 
-def next_tokens(requests, kv_caches, params, n_head):
-    """One pass over what is not in the cache yet, as much of each request; a token for each."""
+def append_tokens(requests, kv_caches, params, n_head):
+    """One pass over what is not cached yet, as many ids of each request; append a token to each."""
     input_ids = np.array([r.ids[r.n_cached:] for r in requests])  # [B, T]
     pos_ids = np.array([range(r.n_cached, len(r.ids)) for r in requests])  # [B, T]
     mask = kv_caches.select(requests, pos_ids)                   # [B, 1, T, S]
@@ -122,13 +122,13 @@ def serve(requests, kv_caches, params, n_head, max_batch, after_pass):
             else:
                 make_room(running, waiting, kv_caches)
                 batch = running                                  # decode
-            next_tokens(batch, kv_caches, params, n_head)
+            append_tokens(batch, kv_caches, params, n_head)
             bar.update(len(batch))
             after_pass(running, kv_caches)
             for request in [r for r in running if len(r.ids) == r.end]:
                 running.remove(request)
                 kv_caches.give_back(request)
-    finally:                                                     # after an error or Ctrl-C, too
+    finally:                                                     # so that the cache can go on
         kv_caches.reset()
 
 
@@ -139,15 +139,15 @@ def generate(prompts, params, n_head, n_tokens_to_generate, n_pages=None, page_s
     n_tokens_to_generate: a number, or one for each; n_pages: enough, if None. ValueError, before
     anything runs, if a request could never fit. after_pass(running, kv_caches) may look on.
     """
-    if min(page_size, max_batch, 1 if n_pages is None else n_pages) < 1:
-        raise ValueError(f"{n_pages = }, {page_size = } and {max_batch = } must be at least 1")
+    for name, value in ("n_pages", n_pages), ("page_size", page_size), ("max_batch", max_batch):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
     ns, (n_ctx, E) = np.broadcast_to(n_tokens_to_generate, len(prompts)), params["wpe"].shape
     requests = [Request(prompt, n) for prompt, n in zip(prompts, ns)]
     needed = [-(-(request.end - 1) // page_size) for request in requests]  # pages, rounded up
     n_pages = n_pages or sum(sorted(needed)[-max_batch:])
-    for number, (request, n) in enumerate(zip(requests, ns)):
-        T = len(request.ids)
-        if T < 1 or n < 1 or T + n - 1 > n_ctx or needed[number] > n_pages:
+    for number, (T, n, pages) in enumerate(zip(map(len, prompts), ns, needed)):
+        if T < 1 or n < 1 or T + n - 1 > n_ctx or pages > n_pages:
             raise ValueError(f"request {number}: can't generate n = {n} tokens after T = {T}: both "
                              f"must be at least 1, and T + n - 1 at most n_ctx = {n_ctx} and "
                              f"n_pages * page_size = {n_pages} * {page_size}")
@@ -165,11 +165,11 @@ def add_options(parser):
 
 def main():
     with utils.command_line(__doc__, add_options=add_options) as job:
-        own, used = job.options, []               # pages in use, pass by pass
+        settings, used = job.options, []          # pages in use, pass by pass
         try:
             new_ids = generate(job.prompts, job.params, job.n_head, job.n_tokens_to_generate,
-                               own.n_pages, own.page_size, own.max_batch, lambda _, kv_caches:
-                               used.append(kv_caches.n_pages - len(kv_caches.free)))
+                               settings.n_pages, settings.page_size, settings.max_batch,
+                               lambda _, cache: used.append(cache.n_pages - len(cache.free)))
         except ValueError as error:
             job.error(str(error))
         job.print(new_ids)

@@ -5,8 +5,8 @@ gets that number times the scale. INT8 has the whole numbers from -127 to 127. F
 bit, 4 bits of exponent and 3 of mantissa: close together near 0, far apart at the largest, 448.
 
 The scale turns the largest value into the largest number. One scale for each position of each head
-always fits. One for the whole head is made from what comes first, the prompt, and has to do for all
-that comes later: larger values saturate, smaller ones are coarse.
+always fits. One for the whole head is made from the first pass, the prompt's first 256 columns with
+their padding, and has to do for all that comes later: larger values saturate, smaller are coarse.
 
 What it saves: memory; and time, on hardware that reads 8 bits and widens them on the way.
 What it costs: precision; and in NumPy time too: each step writes out the whole past as float32.
@@ -22,7 +22,7 @@ import numpy as np
 import gpt2_v4_prealloc
 from gpt2_v4_prealloc import KVCache, kv_cache_bytes, pad_batch
 
-LARGEST = {"fp8": 448, "int8": 127}
+LARGEST = {"fp8": 448, "int8": 127}           # what dtype may be -> its largest number
 
 
 def e4m3_table():
@@ -31,7 +31,7 @@ def e4m3_table():
     exponent, mantissa = code >> 3, (code & 7) / 8
     values = np.where(exponent == 0, mantissa * 2.0**-6,         # subnormal, down to 0
                       (1 + mantissa) * 2.0**(exponent - 7))      # the bias is 7
-    values[127] = np.nan                                         # all ones: the only one
+    values[127] = np.nan                                         # all bits 1: NaN, the only one
     return np.concatenate([values, -values]).astype(np.float32)
 
 
@@ -102,7 +102,7 @@ class QuantizedKVCache(KVCache):
 
 
 def new_cache(input_ids, params, n_head, n_tokens_to_generate, dtype, scales):
-    """A cache for this generation. If that is too long, generate will say so."""
+    """A cache for T + n - 1 positions, at most n_ctx: what is too long, generate refuses."""
     (B, T), (n_ctx, E) = input_ids.shape, params["wpe"].shape
     capacity = min(max(T + n_tokens_to_generate - 1, 0), n_ctx)
     return QuantizedKVCache(len(params["blocks"]), B, n_head, capacity, E // n_head, dtype, scales)

@@ -22,7 +22,7 @@ import tqdm
 from gpt2_v4_prealloc import KVCache, gpt2, pad_batch, softmax
 
 
-def check(temperature, top_k, top_p, seed=None):
+def check_settings(temperature, top_k, top_p, seed=None):
     """ValueError unless each is in its range; NaN is in none."""
     for name, value, fits, span in [
             ("temperature", temperature, 0 <= temperature < math.inf, "0 or more"),
@@ -33,22 +33,22 @@ def check(temperature, top_k, top_p, seed=None):
 
 
 def keep_top_p(logits, top_p):
-    """-inf for all but the fewest likely tokens that reach top_p together; at least one stays."""
+    """-inf for all but the fewest, most likely tokens that together reach top_p; one at least."""
     order = np.argsort(logits, axis=-1, kind="stable")           # [..., V], least likely first
-    kept = np.take_along_axis(logits, order, axis=-1)
+    p = softmax(np.take_along_axis(logits, order, axis=-1))
     # float32, as in Transformers: whether 0.1 is more than 1 - 0.9 is a matter of rounding
-    drop = softmax(kept).cumsum(axis=-1).astype(np.float32) <= np.float32(1 - top_p)
-    kept[..., :-1][drop[..., :-1]] = -np.inf                     # never the last, the most likely
-    return np.take_along_axis(kept, np.argsort(order, axis=-1), axis=-1)  # in the old order again
+    drop = p.cumsum(axis=-1).astype(np.float32) <= np.float32(1 - top_p)
+    drop[..., -1] = False                         # the most likely; argsort of an order undoes it
+    return np.where(np.take_along_axis(drop, np.argsort(order, axis=-1), axis=-1), -np.inf, logits)
 
 
 def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
     """What the next token is drawn from: temperature, then top-k, then top-p, as in Transformers.
 
     temperature 0 is greedy, all for the first of the largest logits; top_k 0 and top_p 1 are off.
-    Returns float64 [..., V]: so many numbers must add up to 1, and float32 is too coarse for that.
+    Returns float64 [..., V]: choice, in draw, refuses sums that are not 1 within about 1e-8.
     """
-    check(temperature, top_k, top_p)
+    check_settings(temperature, top_k, top_p)
     V = logits.shape[-1]
     if temperature == 0:
         return (np.argmax(logits, axis=-1)[..., None] == np.arange(V)).astype(np.float64)
@@ -82,7 +82,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate,
                          f"both must be at least 1, and T + n - 1 at most n_ctx = {n_ctx}")
     if not attention_mask.any(axis=-1).all():
         raise ValueError("a row of attention_mask has no real token: nothing to continue")
-    check(temperature, top_k, top_p, seed)
+    check_settings(temperature, top_k, top_p, seed)
     n_layer, B, capacity = len(params["blocks"]), len(input_ids), T + n_tokens_to_generate - 1
     head_dim = params["wte"].shape[1] // n_head
     kv_caches = KVCache(n_layer, B, n_head, capacity, head_dim)
@@ -114,26 +114,26 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate,
 
 
 def add_options(parser):
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy, 1 as it is")
     parser.add_argument("--top_k", type=int, default=0, metavar="K",
                         help="keep the K most likely tokens (default: 0, all)")
     parser.add_argument("--top_p", type=float, default=1.0, metavar="P",
                         help="keep the fewest that reach P together (default: 1, all)")
     parser.add_argument("--seed", type=int, default=np.random.SeedSequence().entropy % 2**32,
-                        help="draw the same again (default: another each time)")
+                        help="draw the same again (default: a random one, printed)")
 
 
 def main():
     with utils.command_line(__doc__, add_options=add_options) as job:
-        own = [getattr(job.options, name) for name in ("temperature", "top_k", "top_p", "seed")]
+        settings = [vars(job.options)[name] for name in ("temperature", "top_k", "top_p", "seed")]
         try:
             new_ids = generate(*pad_batch(job.prompts), job.params, job.n_head,
-                               job.n_tokens_to_generate, *own)
+                               job.n_tokens_to_generate, *settings)
         except ValueError as error:
             job.error(str(error))
         job.print(new_ids)
         print("drawn at temperature {}, top_k {}, top_p {}; --seed {} draws the same again".format(
-            *own), file=sys.stderr)
+            *settings), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ Each position attends to the last `window` positions, itself among them, and to 
 layer keeps that many keys and values, in a ring buffer: position p goes into slot p % window, where
 p - window was. What is older is not all lost: those in the window have read it, a layer below.
 
-A model trained without a window breaks when the first positions go, because its heads put weight
-there that they need nowhere. So n_sinks first positions may stay for good, as attention sinks.
+A model trained without a window breaks when the first positions go: heads that find nothing to
+read put their weight there. So n_sinks first positions may stay for good, as attention sinks.
 
-What has to change is the mask: slots are not in the order of time, so what a query may see follows
-from the true position in each slot.
+What has to change is the mask: slots are not in the order of time, and attention doesn't mind, but
+what a query may see follows from the true position in each slot. In decode that is all of them.
 
 What it saves: memory, and the time to read it; both stay the same however long the text gets.
 What it costs: past the window, the text is another one. (And n_ctx remains GPT-2's last position.)
@@ -35,7 +35,7 @@ class SlidingWindowCache:
         self.lengths, self.window, self.n_sinks = [0] * n_layer, window, n_sinks
 
     def kept(self, start, stop):
-        """Those of the positions from start to stop that are kept when stop is reached."""
+        """Those of positions start to stop - 1 that have a slot still when stop - 1 is written."""
         positions = np.arange(start, stop)
         return positions[(positions < self.n_sinks) | (positions >= stop - self.window)]
 
@@ -45,7 +45,7 @@ class SlidingWindowCache:
         return np.where(positions < self.n_sinks, positions, ring)
 
     def key_positions(self, start, T):
-        """The position of each key [S] that update returns for T new ones, from start on."""
+        """Positions [S] of update's keys for T new ones from start on; of T > 1, the old first."""
         if T > 1:
             return np.append(self.key_positions(start - 1, 1), np.arange(start, start + T))
         kept = self.kept(0, start + 1)
@@ -67,7 +67,7 @@ class SlidingWindowCache:
         keys[:, :, self.slots(kept)] = k[:, :, kept - start]
         values[:, :, self.slots(kept)] = v[:, :, kept - start]
         self.lengths[layer] = start + T
-        return all_keys[:, :, :start + T], all_values[:, :, :start + T]
+        return all_keys[:, :, :start + T], all_values[:, :, :start + T]  # at first, some are empty
 
     @property
     def nbytes(self):
@@ -77,7 +77,7 @@ class SlidingWindowCache:
 
 def next_tokens(new_ids, start, kv_caches, params, n_head):
     """One pass over new_ids [B, T], at positions from start on; what comes next is [B, 1]."""
-    query = np.arange(start, start + new_ids.shape[1])[:, None]  # [T, 1]
+    query = np.arange(start, start + new_ids.shape[1])[:, None]  # [T, 1]; .T serves all rows
     key = kv_caches.key_positions(start, len(query))             # [S]
     in_window = query - key < kv_caches.window                   # [T, S]
     seen = (key <= query) & (in_window | (key < kv_caches.n_sinks))
@@ -102,7 +102,7 @@ def generate(input_ids, attention_mask, params, n_head, n_tokens_to_generate, wi
         raise ValueError(f"rows of {(attention_mask != 0).sum(axis=-1)} tokens: a sliding window "
                          f"takes rows of equal length, without padding")
     end = T + n_tokens_to_generate - 1
-    window, n_sinks = min(window, end), min(n_sinks, max(end - window, 0))  # no more are used
+    window, n_sinks = min(window, end), min(n_sinks, max(end - window, 0))  # one slot a position
     head_dim = params["wte"].shape[1] // n_head
     kv_caches = SlidingWindowCache(len(params["blocks"]), B, n_head, window, head_dim, n_sinks)
 
@@ -125,15 +125,15 @@ def add_options(parser):
 
 def main():
     with utils.command_line(__doc__, add_options=add_options) as job:
-        own = job.options.window, job.options.n_sinks
+        settings = job.options.window, job.options.n_sinks
         try:
             new_ids = generate(*pad_batch(job.prompts), job.params, job.n_head,
-                               job.n_tokens_to_generate, *own)
+                               job.n_tokens_to_generate, *settings)
         except ValueError as error:
             job.error(str(error))
         job.print(new_ids)
         end = len(job.prompts[0]) + job.n_tokens_to_generate - 1
-        print(f"the cache kept {min(sum(own), end)} of {end} positions", file=sys.stderr)
+        print(f"the cache kept {min(sum(settings), end)} of {end} positions", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Beyond version 4: speculative decoding, so that one pass may give several tokens.
 
-A decode step reads all the weights to compute one position; a few more positions in the same pass
-cost little. So guess the next tokens, run the guess through the model in one pass, and keep as much
-of it as the model would have said itself; what was wrong, the cache forgets. The text is version
-4's, whatever is guessed: a bad guess costs time, never a token.
+A decode step reads all the weights to compute one position; a few more in the same pass cost less
+than a pass each. So guess the next tokens, a draft, run it through the model in one pass, and keep
+as much of it as the model says itself; what was wrong, the cache forgets. But for ties within
+rounding, the text is version 4's, whatever is guessed: a bad guess costs time, never a token.
 
 The guess is prompt lookup: the last two tokens are looked up in the text so far, and what followed
 them there may follow again. Names, phrases and quotations do come back, and no second model is
@@ -15,7 +15,7 @@ time. And it is for one text at a time: the rows of a batch would have guesses o
 Sources: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Saxena
 2023, "Prompt Lookup Decoding".
 
-Shapes: B batch (1), T new, S cached + new positions, V n_vocab.
+Shapes: B batch (1), T new, G guessed, S cached + new positions, V n_vocab.
 """
 import utils  # first: a Ctrl-C while NumPy is being imported is quiet, too
 import sys
@@ -34,7 +34,7 @@ def look_up(ids, n_draft, ngram):
     for start in range(len(ids) - ngram - 1, -1, -1):
         if ids[start:start + ngram] == ids[-ngram:]:
             text = list(ids)
-            for n in range(n_draft):              # a guess longer than the way here repeats itself
+            for n in range(n_draft):              # past the end of ids, it copies the guess
                 text.append(text[start + ngram + n])
             return text[len(ids):]
     return []
@@ -43,8 +43,8 @@ def look_up(ids, n_draft, ngram):
 def check_guess(ids, guess, kv_caches, params, n_head):
     """Run what is not in the cache yet, then the guess; return the tokens the model says.
 
-    These are the guess as far as it is right, and the token after that, which is sure too: all
-    that it depends on is right. The cache keeps all of ids and what was right.
+    The guess as far as it is right, and one token more: the model's own, where the guess ends or
+    goes wrong. It is sure, as all before it is right. The cache keeps ids and the right guesses.
     """
     start = kv_caches.length
     tokens = np.array([ids[start:] + guess])                     # [1, T]
@@ -53,7 +53,7 @@ def check_guess(ids, guess, kv_caches, params, n_head):
     mask = (keys > pos_ids[0, :, None]).astype(np.float32) * -1e10  # [T, S], 0 where key <= query
     logits = gpt2(tokens, pos_ids, mask, kv_caches, **params, n_head=n_head,
                   logits_to_keep=1 + len(guess))
-    said = np.argmax(logits[0], axis=-1).tolist()                # [1, 1 + guess, V] -> [1 + guess]
+    said = np.argmax(logits[0], axis=-1).tolist()                # [1, G + 1, V] -> G + 1 ids
     n_right = 0
     while n_right < len(guess) and guess[n_right] == said[n_right]:
         n_right += 1
@@ -75,7 +75,7 @@ def speculate(input_ids, attention_mask, params, n_head, n_tokens_to_generate, n
     n_layer, head_dim = len(params["blocks"]), params["wte"].shape[1] // n_head
     kv_caches = KVCache(n_layer, 1, n_head, T + n_tokens_to_generate - 1, head_dim)
 
-    # The first pass is prefill: the whole prompt is not in the cache yet.
+    # The first pass is prefill: nothing of the prompt is in the cache yet.
     with tqdm.tqdm(total=n_tokens_to_generate, desc="generating") as bar:
         while (n_left := T + n_tokens_to_generate - len(ids)) > 0:
             guess = look_up(ids, min(n_draft, n_left - 1), ngram)  # the pass adds one more

@@ -130,7 +130,7 @@ BROKEN = {  # what is wrong -> the edit that makes it so, what the message says
     "no JSON": (lambda header, data: (b"{x", data), "header is not JSON"),
     "no UTF-8": (lambda header, data: (b'{"\xff": 1}', data), "header is not JSON"),
     "deep JSON": (lambda header, data: (b"[" * 10**6, data), "header is not JSON"),
-    "no object": (lambda header, data: (b"[1, 2]", data), "not a JSON object"),
+    "no object": (lambda header, data: (b"[1, 2]", data), "does not hold a JSON object"),
     "an empty header": (lambda header, data: (b"", data), "header is not JSON"),
     "no entry": (replace("wpe.weight", 5), "wpe.weight, but 5"),
     "an empty entry": (replace("wpe.weight", {}), "wpe.weight, but {}"),
