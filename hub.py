@@ -47,7 +47,7 @@ class NoSuchFile(NotOnHub):
 def find_model(model, models_dir, *checks):
     """Return the folder of a model, downloaded if need be. FileNotFoundError if there is none.
 
-    model: a name, or the path of a folder; checks are those of download_model.
+    model: a name, or the path of a folder; checks are those of fetch_files.
     """
     model, models_dir = str(model), Path(models_dir)
     in_models_dir, as_path = models_dir / model, Path(model)
@@ -164,15 +164,13 @@ def find_in_cache(repo):
     return None
 
 
-def download_model(repo, folder, models_dir, check_small_files, check_weights, check_model):
+def download_model(repo, folder, models_dir, *checks):
     """Fetch a repository's model into a folder below models_dir; return the folder.
 
     The Hub is at $HF_ENDPOINT, if that is set; a token in $HF_TOKEN goes to no other host; with
     $HF_HUB_OFFLINE, no request is made. A file gets its name only when it is whole, and the next
-    run goes on where this one stops. check_small_files(folder) is called before the weights are
-    fetched, check_weights(path) with each file of them, check_model(folder) in the end: ValueError
-    if the model is none that we can use. If the Hub refuses a file, or a check does, what this call
-    fetched is deleted. DownloadError or ValueError says why, and what to do.
+    run goes on where this one stops. If the Hub refuses a file, or a check of fetch_files does,
+    what this call fetched is deleted. DownloadError or ValueError says why, and what to do.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE"):
         raise DownloadError(f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch "
@@ -181,33 +179,8 @@ def download_model(repo, folder, models_dir, check_small_files, check_weights, c
     try:
         with one_process_at_a_time(models_dir), hub_session() as session:
             folder.mkdir(parents=True, exist_ok=True)
-
-            def fetch(name, optional=False):
-                """Fetch a file, if it isn't there; say whether it is there now."""
-                if not (folder / name).is_file():
-                    try:
-                        download_file(session, repo, folder / name, check_weights)
-                    except NoSuchFile:
-                        if optional:
-                            return False
-                        raise
-                    fetched.append(folder / name)
-                return True
-
             try:
-                fetch("config.json")
-                fetch("generation_config.json", optional=True)
-                for name in "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json":
-                    fetch(name, optional=True)
-                if not fetch("tokenizer.json", optional=True):
-                    fetch("vocab.json")
-                    fetch("merges.txt")
-                if not (folder / WEIGHTS).is_file():
-                    fetch(INDEX, optional=True)
-                check_small_files(folder)
-                for name in weight_files(folder):
-                    fetch(name)
-                check_model(folder)
+                fetch_files(session, repo, folder, fetched, *checks)
             except (NotOnHub, ValueError):
                 for path in fetched:
                     path.unlink()
@@ -222,6 +195,39 @@ def download_model(repo, folder, models_dir, check_small_files, check_weights, c
         raise DownloadError(f"can't use {error.filename or folder}: {error.strerror or error}; "
                             f"--models_dir names another place") from None
     return folder
+
+
+def fetch_files(session, repo, folder, fetched, check_small_files, check_weights, check_model):
+    """Fetch what a folder lacks of a model, and append its paths to fetched.
+
+    check_small_files(folder) is called before the weights are fetched, check_weights(path) with
+    each file of them, check_model(folder) in the end: ValueError if the model can't be used.
+    """
+    def fetch(name, optional=False):
+        """Fetch a file, if it isn't there; say whether it is there now."""
+        if not (folder / name).is_file():
+            try:
+                download_file(session, repo, folder / name, check_weights)
+            except NoSuchFile:
+                if optional:
+                    return False
+                raise
+            fetched.append(folder / name)
+        return True
+
+    fetch("config.json")
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+                 "added_tokens.json"):
+        fetch(name, optional=True)
+    if not fetch("tokenizer.json", optional=True):
+        fetch("vocab.json")
+        fetch("merges.txt")
+    if not (folder / WEIGHTS).is_file():
+        fetch(INDEX, optional=True)
+    check_small_files(folder)
+    for name in weight_files(folder):
+        fetch(name)
+    check_model(folder)
 
 
 def check_file(path):

@@ -275,4 +275,4 @@ def steps():
                f"{v4[first]:.0f} to {v4[last]:.0f}.", {"v3": v3, "v4": v4},
                [(v3[last], 9, "version 3"), (v4[last], -26, "version 4")])],
         [], f"{' '.join(ends)} Measured with random weights of the sizes of GPT-2 124M, on two "
-            f"cores of an AMD EPYC; <code>docs/measurements.md</code> has the tables.")
+            f"cores of an AMD EPYC; <a href=measurements.md>the measurements</a> have the tables.")
