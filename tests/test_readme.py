@@ -84,7 +84,7 @@ def commands():
     for page in PAGES[:2]:
         lines = "\n".join(blocks(TEXTS[page], "sh")).splitlines()
         lines += re.findall(r"`(\.venv/bin/python [^`]+)`", TEXTS[page])
-        yield from (command.strip() for line in lines for command in line.split("&&"))
+        yield from (command.strip() for line in lines if line for command in line.split("&&"))
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))
@@ -98,6 +98,8 @@ def test_commands(command, monkeypatch):
     monkeypatch.setattr("sys.argv", words[1:])
     if words[1] == "benchmark.py":
         assert benchmark.parse_options().command == words[2]
+    elif words[1] == "-m":
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
     else:
         assert (ROOT / words[1]).is_file()
         assert utils.parse_prompts_and_options(utils.make_parser("")).prompts
