@@ -1,4 +1,7 @@
 """Random models, in memory and on disk; the masks that gpt2 of v3 and v4 takes; running scripts."""
+import contextlib
+import importlib
+import io
 import json
 import os
 import signal
@@ -156,3 +159,18 @@ def start(script, *arguments, env=ENVIRONMENT):
     return subprocess.Popen(
         command(script, *arguments), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def run_here(script, *arguments):
+    """Run a script, or "beyond/NAME.py", in this process: (exit status, stdout, stderr). Quicker."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    argv, sys.argv = sys.argv, [str(ROOT / script), *arguments]
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
+        status = 0
+    except SystemExit as error:
+        status = error.code
+    finally:
+        sys.argv = argv
+    return status, stdout.getvalue(), stderr.getvalue()

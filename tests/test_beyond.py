@@ -1,5 +1,4 @@
 """The files of beyond/: each idea gives what it promises, and nothing else changes."""
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import gpt2_v4_prealloc as v4
 from beyond import paged, quantized, sampling, sliding_window, speculative
 from conftest import ROOT
 from gpt2_v4_prealloc import pad_batch
-from helpers import make_hparams, random_params
+from helpers import make_hparams, random_params, run_here
 
 HPARAMS = make_hparams(n_ctx=80)
 N_HEAD = HPARAMS["n_head"]
@@ -29,11 +28,19 @@ def elsewhere():
 
 
 def run(name, *arguments):
-    """python -m beyond.NAME: its status, text on stdout and lines on stderr."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    result = subprocess.run([sys.executable, "-m", f"beyond.{name}", *arguments], cwd=ROOT,
-                            capture_output=True, timeout=60, env=environment, encoding="utf-8")
-    return result.returncode, result.stdout, result.stderr.splitlines()
+    """A file of beyond/: its exit status, text on stdout and lines on stderr, without bars."""
+    status, stdout, stderr = run_here(f"beyond/{name}.py", *arguments)
+    bars = "generating", "reading the weights"
+    lines = [line for line in stderr.splitlines() if line and not line.startswith(bars)]
+    return status, stdout, lines
+
+
+@pytest.mark.parametrize("name", ["sampling", "paged"])
+def test_as_a_module(name):
+    """As the README says, from the root of the repository."""
+    result = subprocess.run([sys.executable, "-m", f"beyond.{name}", "Once", "-n", "2"], cwd=ROOT,
+                            capture_output=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith(b"Once")
 
 
 def printed(texts, new_ids, encoder):
