@@ -86,8 +86,7 @@ def one_line(models_dir, model="124M", **environment):
     "124M": "openai-community/gpt2", "355M": "openai-community/gpt2-medium",
     "774M": "openai-community/gpt2-large", "1558M": "openai-community/gpt2-xl",
     "117M": "openai-community/gpt2", "345M": "openai-community/gpt2-medium",
-    "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
+    "gpt2": "openai-community/gpt2", "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2", "some.one/a_model-2": "some.one/a_model-2"}.items())
 def test_by_name(hub, model, tmp_path, name, repo):
     """A whole model in its folder, from its repository; then never a request again."""
@@ -434,8 +433,8 @@ def test_a_folder_to_read_only(hub, tmp_path):
     assert "Permission denied" in one_line(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("name, signal_number", [
+    ("config.json", signal.SIGINT), (WEIGHTS, signal.SIGINT), (WEIGHTS, signal.SIGKILL)])
 def test_killed_and_run_again(hub, model, tmp_path, name, signal_number):
     hub.faults = {name: ["stall"]}
     part = tmp_path / "124M" / f"{name}.part"
