@@ -248,7 +248,7 @@ FUZZED = [(MODERN, "tokenizer.json"), (MODERN, "tokenizer_config.json"), (MODERN
 
 
 @pytest.mark.parametrize("kind, name", FUZZED)
-def test_mutations(folder, kind, name, n=120):
+def test_mutations(folder, kind, name, n=100):
     """Seeded by the file's name, half of them in JSON's terms, half in bytes."""
     copied, rng = folder(kind), random.Random(name)
     path = copied / name
