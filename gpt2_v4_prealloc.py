@@ -2,7 +2,7 @@
 
 np.concatenate copies the whole past at every step, 33.6 million entries in each layer on the way to
 8,192 positions. But the final length, T + n - 1, is known from the start. So buffers of that size
-are allocated once, new keys and values go into free slots, and attention reads views of the rest.
+are allocated once, new keys and values go into free slots, attention reads views of filled ones.
 
 What it costs: memory for the whole generation is reserved from the start.
 

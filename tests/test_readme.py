@@ -90,7 +90,7 @@ def commands():
 @pytest.mark.parametrize("command", sorted(set(commands())))
 def test_commands(command, monkeypatch):
     """Each is one that the parser of its program takes, or installs something."""
-    words = shlex.split(command)
+    words = [word for word in shlex.split(command) if word != "OPENBLAS_NUM_THREADS=1"]
     if words[0] == "python3" or words[0] == ".venv/bin/pip" or words[1:] == ["-m", "pytest"]:
         assert words[1] in ("-m", "install")
         return
